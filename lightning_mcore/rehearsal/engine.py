@@ -23,6 +23,9 @@ from lightning_mcore.rehearsal.counts import Counts
 from lightning_mcore.strategy import fp8_checks
 from lightning_mcore.te_cpu import extension, load
 
+WORKSPACE = "cuBLAS workspace"
+"""What holds the memory that matrix products need for themselves; ``plan`` leaves it out."""
+
 _IN_PLACE = """
     multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8
     multi_tensor_adam_param_remainder multi_tensor_scale multi_tensor_scale_tensor multi_tensor_sgd
@@ -40,6 +43,8 @@ _WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
     "multi_tensor_unscale_l2norm": _norms,
 }
 """Kernels of optimizers. ``te_cpu`` has none of them, except one that looks for infinite values."""
+_STREAMS = 4
+"""Streams on which a GPU multiplies the matrices of several experts, each with a workspace of its own."""
 
 
 def of_engine(counts: Counts) -> list[tuple[Any, str, Any]]:
@@ -49,14 +54,22 @@ def of_engine(counts: Counts) -> list[tuple[Any, str, Any]]:
 
     def around(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name.startswith("get_"):  # a question that the host answers
-            return kernel(*args, **kwargs)
+            return _STREAMS if name == "get_num_cublas_streams" else kernel(*args, **kwargs)
         return counts.in_kernel(partial(_WITHOUT_VALUES.get(name, kernel), *args, **kwargs))
 
+    def workspace(*args: Any) -> Any:
+        made = get_workspace(*args)
+        counts.claim(made if isinstance(made, list) else [made], WORKSPACE)
+        return made
+
     package = "transformer_engine.pytorch"
+    products = importlib.import_module(f"{package}.cpp_extensions.gemm")
+    get_workspace = products.get_cublas_workspace
     attention = importlib.import_module(f"{package}.attention.dot_product_attention.utils")
     quantized = importlib.import_module(f"{package}.quantized_tensor").QuantizedTensor
     return [
         (extension, "around", around),
+        (products, "get_cublas_workspace", workspace),
         # As for a TransformerEngine with its CUDA library
         *((user, "is_prepared", lambda: False) for user in (spec, fp8_checks)),
         (torch.version, "cuda", "13.0"),

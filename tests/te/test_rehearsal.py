@@ -15,6 +15,7 @@ from lightning_mcore import MCoreGPT
 from lightning_mcore.cli import main
 from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.rehearsal import RankReport
+from lightning_mcore.rehearsal.engine import WORKSPACE
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
 from tests.support.live_memory import LiveBytes
 from tests.support.ranks import run_ranks
@@ -132,29 +133,40 @@ def test_the_status_page_says_what_is_rehearsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "more"),
+    ("precision", "more", "layout", "workspaces"),
     [
-        ({"precision": "bf16-mixed"}, {}),
+        ({"precision": "bf16-mixed"}, {}, {}, 1),
         # Adapters read inputs in 16 bits.
-        ({"precision": "bf16-mixed", "fp8_recipe": "tensorwise"}, {"lora": {"r": 8}}),
+        ({"precision": "bf16-mixed", "fp8_recipe": "tensorwise"}, {"lora": {"r": 8}}, {}, 1),
+        # Products of several experts run on four streams.
+        ({"precision": "bf16-mixed"}, {"transformer": EXPERTS}, TP2 | {"expert_model_parallel_size": 2}, 5),
     ],
-    ids=["bf16", "fp8-lora"],
+    ids=["bf16", "fp8-lora", "experts"],
 )
 def test_a_file_without_a_choice_is_rehearsed_with_these_layers_and_needs_the_planned_memory(
-    precision: dict[str, Any], more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    precision: dict[str, Any],
+    more: dict[str, Any],
+    layout: dict[str, Any],
+    workspaces: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     # The scores of the rows' attention, which only a kernel sees, would add 40 % to the peak.
     sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 3584}
-    model = {"vocab_size": 8192, "seq_length": 2048, "transformer": TRANSFORMER | sizes, **more}
-    strategy = {"class_path": "lightning_mcore.MCoreStrategy"}
+    transformer = TRANSFORMER | sizes | more.get("transformer", {})
+    model = {"vocab_size": 8192, "seq_length": 2048, **more, "transformer": transformer}
+    strategy = {"class_path": "lightning_mcore.MCoreStrategy", "init_args": layout}
     plugins = {"class_path": "lightning_mcore.MCorePrecision", "init_args": precision}
-    trainer = {"accelerator": "gpu", "devices": 1, "plugins": plugins, "max_steps": 9, "strategy": strategy}
+    devices = 4 if layout else 1
+    trainer = {"accelerator": "gpu", "devices": devices, "plugins": plugins, "max_steps": 9, "strategy": strategy}
     file = tmp_path / "run.yaml"
     file.write_text(
         json.dumps({"trainer": trainer, "model": {"class_path": "lightning_mcore.MCoreGPT", "init_args": model}})
     )
     assert main(["rehearse", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert any("fused_attention" in holder["module"] for holder in found["ranks"][0]["holders"])
-    workspace = 32 * 2**20  # of cuBLAS, which is not planned
+    holders = found["ranks"][0]["holders"]
+    assert any("fused_attention" in holder["module"] for holder in holders)
+    [workspace] = [holder["bytes"] for holder in holders if holder["kind"] == WORKSPACE]
+    assert workspace == workspaces * (32 * 2**20 + 1024)  # on an H100; not planned
     assert found["ranks"][0]["peak_bytes"] - workspace == pytest.approx(found["planned_bytes"]["0"], rel=0.03)
