@@ -48,6 +48,7 @@ from lightning_mcore.checkpoint.manifest import (
     size_of_tensor,
     tensors_of,
 )
+from lightning_mcore.checkpoint.older_formats import as_today, tensors_folder
 from lightning_mcore.config.text import human
 
 __all__ = ["inspect", "main", "verify"]
@@ -100,6 +101,8 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
     fs, root = open_store(path)
     if fs.isfile(root):
         return _verify_single_file(fs, root, path)
+    path = tensors_folder(path)
+    fs, root = open_store(path)
     if is_megatron(names_in(fs, root)):
         return _verify_torch_dist(fs, root, path)
     files = verify_files(path, on_progress)["files"]
@@ -126,6 +129,8 @@ def summary(path: str) -> dict[str, Any]:
     fs, root = open_store(path)
     if fs.isfile(root):
         return _single_file(fs, root, path)
+    path = tensors_folder(path)
+    fs, root = open_store(path)
     return _torch_dist(fs, root, path) if is_megatron(names_in(fs, root)) else read_manifest(path)
 
 
@@ -221,11 +226,11 @@ def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: An
 def _torch_dist(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]:
     names = sorted(names_in(fs, root))
     found: dict[str, Any] = {"format": TORCH_DIST}
-    metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
+    metadata = as_today(read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}")))
     if common := common_state(path, metadata):
         arguments = getattr(common.get("args"), "__dict__", {})
         settings = {name: value for name, value in arguments.items() if isinstance(value, bool | int | str)}
-        found["global_step"] = common.get("iteration")
+        found["global_step"] = common.get("iteration", common.get("global_step"))
         if "tensor_model_parallel_size" in settings:
             config = {"config": settings, "vocab_size": settings.get("padded_vocab_size")}
             found.update(layout=settings, world_size=settings.get("world_size"), model=config)

@@ -38,7 +38,8 @@ from lightning_mcore.checkpoint.manifest import (
     damaged,
     read_metadata,
 )
-from lightning_mcore.checkpoint.megatron_lm import TRAIN_STATE_FILE, MegatronProgress, without_chains
+from lightning_mcore.checkpoint.megatron_lm import TRAIN_STATE_FILE, MegatronProgress
+from lightning_mcore.checkpoint.older_formats import as_today
 from lightning_mcore.checkpoint.reader import ShardReader, load_shards
 from lightning_mcore.checkpoint.remote import locator
 from lightning_mcore.checkpoint.save import (
@@ -347,7 +348,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         manifest = _manifest_of(where) if manifest is None else manifest
         metadata = read_metadata(where, self._read(where, manifest, METADATA_FILE))
         if not manifest:
-            metadata = without_chains(metadata)
+            metadata = as_today(metadata)
         described = metadata.state_dict_metadata
         return Contents(
             manifest=manifest,

@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read progress and optimizer state from a Megatron-LM or Megatron-Bridge checkpoint, to resume from it.
+"""Read progress and optimizer state from a Megatron-LM, Megatron-Bridge or NeMo 2 checkpoint, to resume from it.
 
-Its tensors have the names that ours have, except that older ones put ``chained_0.`` and so on before the state of the
-optimizers that are chained for dense weights and experts. Progress is in ``common.pt``: the iteration, and among the
-arguments how many samples were read, on how many data-parallel ranks and in microbatches of which size. Megatron-Bridge
-writes no arguments; it has the number of samples in ``train_state.pt``.
+Progress is in ``common.pt``. Megatron-LM writes the iteration, and among the arguments how many samples were read, on
+how many data-parallel ranks and in microbatches of which size. Megatron-Bridge writes no arguments; ``train_state.pt``
+has the number of samples. NeMo writes Lightning's state: the step, and the number of samples in the state of its data
+module.
 
-``io.py`` renames the tensors, ``strategy/checkpointing.py`` resumes from the rest.
+``older_formats.py`` describes the tensors, ``strategy/checkpointing.py`` resumes from the rest.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mcore.checkpoint.optimizer_state import Share
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.optimizer.parts import optimizer_parts
 
-_CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
 _BY_BUCKET = re.compile(r"^(chained_\d+\.)?optimizer\.distributed\.")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _WEIGHTS_ONLY = "start from its weights with self.load_weights(path) in configure_model"
@@ -37,7 +35,7 @@ _CLASSES = {"exp_avg_sq": "AdamW", "momentum_buffer": "SGD"}
 
 @dataclass(frozen=True)
 class MegatronProgress:
-    """How far a run of Megatron-LM had come."""
+    """How far a run of another program had come."""
 
     iteration: int  # optimizer steps, with skipped ones
     adam_step: int
@@ -52,7 +50,7 @@ class MegatronProgress:
 
         Raises ``ValueError`` if they lack the iteration.
         """
-        iteration = common.get("iteration")
+        iteration = common.get("iteration", common.get("global_step"))
         if not isinstance(iteration, int):
             raise ValueError(
                 f"{path} does not say after which iteration it was saved, so a run cannot resume from it;"
@@ -63,7 +61,7 @@ class MegatronProgress:
         consumed = arguments.get("consumed_train_samples")
         if not all(isinstance(number, int) for number in (consumed, *sizes)):
             # As if one rank had read single samples: a sampler that deals them out only needs their number.
-            samples = train_state.get("consumed_train_samples")
+            samples = train_state.get("consumed_train_samples", _samples_of_nemo(common))
             consumed, sizes = None if samples is None else int(samples), [1, 1, 0]
         step = next((step for step in _steps(common.get("optimizer")) if isinstance(step, int)), iteration)
         return cls(iteration, step, consumed, *sizes)  # type: ignore[arg-type]
@@ -75,13 +73,21 @@ class MegatronProgress:
         return (self.consumed or 0) // (self.data_parallel_size * self.micro_batch_size)
 
 
+def _samples_of_nemo(common: Mapping[str, Any]) -> int | None:
+    """Return the number of samples in the state of NeMo's data module, whatever its class."""
+    states = (state for state in common.values() if isinstance(state, Mapping))
+    return next((state["consumed_samples"] for state in states if "consumed_samples" in state), None)
+
+
 def _steps(state: Any) -> Iterator[Any]:
-    """Yield each ``step`` in an optimizer's state, however deep."""
+    """Yield each ``step`` in an optimizer's state, or in those of several, however deep."""
+    if isinstance(state, list):
+        for inner in state:
+            yield from _steps(inner)
     for name, value in state.items() if isinstance(state, Mapping) else ():
         if name == "step":
             yield value
-        for inner in value if isinstance(value, list) else [value]:
-            yield from _steps(inner)
+        yield from _steps(value)
 
 
 def optimizer_class(path: str, names: Iterable[str]) -> str:
@@ -147,14 +153,3 @@ def load_buckets(
     for index, part in enumerate(parts):
         if not part.is_stub_optimizer:
             part.load_parameter_state_from_dp_reshardable(loaded[str(index)])
-
-
-def without_chains(metadata: Metadata) -> Metadata:
-    """Return the description of a checkpoint's tensors with the optimizer's names as we write them."""
-
-    def plain(name: str) -> str:
-        return _CHAINED.sub("", name)
-
-    described = {plain(name): entry for name, entry in metadata.state_dict_metadata.items()}
-    places = {replace(index, fqn=plain(index.fqn)): place for index, place in (metadata.storage_data or {}).items()}
-    return replace(metadata, state_dict_metadata=described, storage_data=places)

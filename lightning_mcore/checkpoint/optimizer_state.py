@@ -10,7 +10,7 @@ columns needs complete matrices, so it is rejected where tensors are split.
 ``model_state.py`` calls this with the sharded state of the model, in which the tensors are the parameters themselves.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_mcore.checkpoint.rectangles import rectangles
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.optimizer.parts import optimizer_parts
 from lightning_mcore.parallel.consensus import combine_on_rank0
@@ -462,34 +463,3 @@ def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> Non
             part.optimizer.state[stepped] = own
     for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in values.items() if name != "params"})
-
-
-def rectangles(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a range of a flattened tensor into blocks, and return their offsets and sizes, in the order of the range.
-
-    There are at most ``2 * len(shape) - 1`` blocks.
-    """
-    # Elements 4 to 14 of a [4, 6] matrix (begin=4, end=15):
-    #   row 0   . . . . 4 5        the rest of a row:      offsets (0, 4), sizes (1, 2)
-    #   row 1   6 7 8 9 10 11      complete rows:          offsets (1, 0), sizes (1, 6)
-    #   row 2   12 13 14 . . .     the start of a row:     offsets (2, 0), sizes (1, 3)
-    if begin >= end:
-        return []
-    if not shape:
-        return [((), ())]
-    inner = prod(shape[1:])
-    # first is rounded up, last down: here 1 and 2.
-    first, last = -(-begin // inner), end // inner
-    if first > last:
-        return _of_row(shape, end // inner, begin, end)
-    head = _of_row(shape, first - 1, begin, first * inner) if begin < first * inner else []
-    tail = _of_row(shape, last, last * inner, end) if last * inner < end else []
-    rest = tuple(shape[1:])
-    whole = [((first, *(0,) * len(rest)), (last - first, *rest))] if first < last else []
-    return [*head, *whole, *tail]
-
-
-def _of_row(shape: Sequence[int], row: int, begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    start = row * prod(shape[1:])
-    blocks = rectangles(shape[1:], begin - start, end - start)
-    return [((row, *offsets), (1, *sizes)) for offsets, sizes in blocks]

@@ -50,6 +50,7 @@ from torch.futures import Future
 
 from lightning_mcore.checkpoint.files import has_checksums, open_store
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, some_of
+from lightning_mcore.checkpoint.older_formats import RangeOfPiece
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes, require_kept
 from lightning_mcore.checkpoint.writer import tensor_pickle
 from lightning_mcore.parallel.consensus import combine_on_rank0, run_on_all_ranks
@@ -157,7 +158,8 @@ class ShardReader(FileSystemReader):
         assert isinstance(stored, TensorStorageMetadata)
         # An index without an offset is a tensor in one piece.
         chunks = [chunk for chunk in stored.chunks if index.offset is None or chunk.offsets == index.offset]
-        shape = tuple(chunks[0].sizes) if chunks else ()
+        wanted = tuple(chunks[0].sizes) if chunks else ()
+        shape = info.stored_shape if isinstance(info, RangeOfPiece) else wanted
         archive = self._map(file, info)
         try:
             tensor = find_tensor(archive, stored.properties.dtype, shape, self._check)
@@ -167,6 +169,8 @@ class ShardReader(FileSystemReader):
             raise self._broken(info, index.fqn, error) from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
             raise damaged(self.checkpoint, f"{index.fqn} does not have the shape in {METADATA_FILE}")
+        if isinstance(info, RangeOfPiece):
+            return tensor.reshape(-1)[info.start : info.start + prod(wanted)].view(wanted)
         return tensor
 
     def _object(self, content: bytes, info: _StorageInfo, name: str) -> io.BytesIO:

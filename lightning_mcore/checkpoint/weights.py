@@ -22,9 +22,11 @@ from lightning_mcore.checkpoint import manifest, model_state
 from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
+from lightning_mcore.checkpoint.older_formats import tensors_folder
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
 from lightning_mcore.parallel.chunks import built_chunks
+from lightning_mcore.parallel.consensus import run_on_rank0
 
 _INSTANTIATORS = (None, "lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
@@ -34,7 +36,7 @@ _M = TypeVar("_M", bound=pl.LightningModule)
 def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = True) -> None:
     """Read a checkpoint's weights into the chunks that ``pipeline()`` has built; collective over the world.
 
-    The checkpoint is a directory of ``MCoreStrategy`` or Megatron-LM, written on any layout. Raises
+    The checkpoint is a directory of ``MCoreStrategy``, Megatron-LM or NeMo 2, written on any layout. Raises
     ``FileNotFoundError`` if there is nothing at ``path``, ``RuntimeError`` if the module has no model yet,
     ``ValueError`` if the checkpoint is of another model (with ``strict``, also if names differ).
     """
@@ -45,7 +47,7 @@ def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = Tr
             " with load_from_checkpoint"
         )
     with fp8_weights_as_plain([module]):
-        _load(module, where, io, strict)
+        _load(module, run_on_rank0(lambda: tensors_folder(where)), io, strict)
 
 
 def build_from_checkpoint(

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, least_sizes, read_metadata
+from lightning_mcore.checkpoint.older_formats import as_today, tensors_folder
 from lightning_mcore.checkpoint.reader import OF_AN_OPTIMIZER, ShardReader
 from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.hf.weight_map import whole_names
@@ -251,7 +252,7 @@ class StoredTensors:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = path = tensors_folder(path)
         if not checkpoint_files.writes_directly(path):
             raise ValueError(f"{path} is not on a disk of this machine; download it, and give the folder")
         fs, self._root = checkpoint_files.open_store(path)
@@ -263,7 +264,8 @@ class StoredTensors:
         record = None if manifest is None else manifest["files"].get(METADATA_FILE)
         if record is not None and f"{crc32(content):08x}" != record["crc32"]:
             raise damaged(path, f"the checksum of {METADATA_FILE} differs from the one in the manifest")
-        self._metadata = read_metadata(path, content)
+        metadata = read_metadata(path, content)
+        self._metadata = metadata if self.is_ours else as_today(metadata)
         for name, size in least_sizes(self._metadata).items():
             checkpoint_files.check_size(fs, self._root, path, name, size, or_more=True)
         self._readers = {check: self._reader(check) for check in (True, False)}

@@ -56,3 +56,11 @@ def test_the_optimizer_is_known_by_its_state() -> None:
 def test_a_checkpoint_without_optimizer_state_is_refused(names: list[str]) -> None:
     with refuses(ValueError, "has no optimizer state"):
         optimizer_class("it", names)
+
+
+def test_nemo_counts_steps_and_samples_in_the_state_of_lightning() -> None:
+    module = {"consumed_samples": 256}
+    state = [{"optimizer": {"param_groups": [{"step": 3}]}}]
+    common = {"global_step": 4, "callbacks": {}, "MockDataModule": module, "optimizer": state}
+    progress = MegatronProgress.of("it", common, {})
+    assert (progress.iteration, progress.adam_step, progress.consumed, progress.batches) == (4, 3, 256, 256)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from lightning_mcore.checkpoint.optimizer_state import PrecisionAwareShare, pieces_of, place_range, rectangles
+from lightning_mcore.checkpoint.optimizer_state import PrecisionAwareShare, pieces_of, place_range
+from lightning_mcore.checkpoint.rectangles import rectangles
 from tests.support.sentences import refuses
 
 
