@@ -17,22 +17,20 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from lightning_mcore.data.appended import SILENT_SECONDS, appending
+from lightning_mcore.data.appended import appending
 from lightning_mcore.data.packing.rows import packing_multiples
 from lightning_mcore.data.preference.pairs import PairSource, collate_padded_pairs
-from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.hf.adapters import fingerprint
 from lightning_mcore.hf.pretrained import fill_weights
 from lightning_mcore.hf.source import absolute
+from lightning_mcore.models.forward_pass import results_of_samples
 from lightning_mcore.parallel.consensus import run_on_rank0
 
 if TYPE_CHECKING:
@@ -135,42 +133,27 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
     if len(table) == len(source):
         return table
     trainer = module.trainer
-    rank, ranks = data_parallel_place(trainer)
-    at_once = source.batch_size * ranks
     multiple = packing_multiples(trainer).row
-    path = _path(module, source)
     if table.size:
         rank_zero_info(f"the reference of the {name} data continues at pair {len(table)} of {len(source)}")
+
+    def batch_of(own: list[int], of_all: list[int]) -> dict[str, torch.Tensor]:
+        pairs = source.take(own)
+        longest = torch.tensor(max(sequence.length for pair in pairs for sequence in pair.sequences))
+        length = int(trainer.strategy.reduce(longest.to(module.device), reduce_op="max"))  # experts want it equal
+        return collate_padded_pairs(pairs, multiple, -(-length // multiple) * multiple)
+
+    missing = range(len(table), len(source))
+    what = f"log-probabilities of the {name} data under the reference"
     parts = [table]
-    with appending(path, len(table) * 16, trainer.is_global_zero) as append:  # two numbers of 8 bytes
-        starts = range(len(table), len(source), at_once)
-        shown = tqdm(
-            starts,
-            desc=f"log-probabilities of the {name} data under the reference",
-            disable=not trainer.is_global_zero,
-            delay=SILENT_SECONDS,
-            leave=False,
-        )
-        # 5 pairs on 2 data-parallel ranks with batches of 2: start 0 gives pairs 0 1 to rank 0 and 2 3 to rank 1. Start
-        # 4 gives pair 4 to both ranks, twice each; only the first of the four results counts.
-        for start in shown:
-            # A rank without a pair in the last batch repeats the last pair, because
-            # other ranks may share experts with it
-            own = [min(start + rank * source.batch_size + i, len(source) - 1) for i in range(source.batch_size)]
-            pairs = source.take(own)
-            longest = torch.tensor(max(sequence.length for pair in pairs for sequence in pair.sequences))
-            length = int(trainer.strategy.reduce(longest.to(module.device), reduce_op="max"))  # experts want it equal
-            batch = collate_padded_pairs(pairs, multiple, -(-length // multiple) * multiple)
-            batch = module.on_before_batch_transfer(batch, 0)
-            logps = module.run_forward("answer_logps", move_data_to_device(batch, module.device))
-            gathered: Any = trainer.strategy.all_gather(logps)
-            rows = gathered.reshape(-1, 2)[: len(source) - start].cpu()
-            if not torch.isfinite(rows).all():
-                bad = start + int((~torch.isfinite(rows)).any(dim=1).nonzero()[0])
+    with appending(_path(module, source), len(table) * 16, trainer.is_global_zero) as append:  # two numbers of 8 bytes
+        for start, logps in results_of_samples(module, "answer_logps", batch_of, missing, source.batch_size, what):
+            if not torch.isfinite(logps).all():
+                bad = int((~torch.isfinite(logps)).any(dim=1).nonzero()[0])
                 raise ValueError(
-                    f"the reference gives an answer of pair {bad} of the {name} data the log-probability"
-                    f" {rows[bad - start].tolist()}; check its weights and the precision"
+                    f"the reference gives an answer of pair {start + bad} of the {name} data the log-probability"
+                    f" {logps[bad].tolist()}; check its weights and the precision"
                 )
-            parts.append(rows.numpy())
+            parts.append(logps.numpy())
             append(parts[-1].astype("<f8"))
     return np.concatenate(parts)

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info
-from tqdm import tqdm
 
-from lightning_mcore.data.appended import SILENT_SECONDS, appending
+from lightning_mcore.data.appended import appending
 from lightning_mcore.data.packing.rows import collate_padded, packing_multiples
-from lightning_mcore.data.sampling import data_parallel_place
+from lightning_mcore.models.forward_pass import results_of_samples
 from lightning_mcore.models.generation import evaluating
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 
@@ -116,37 +114,29 @@ class StoredLogits:
         first, count = self.complete, len(samples)
         if first:
             rank_zero_info(f"the logits in {self._folder} continue at sample {first} of {count}")
-        rank, ranks = data_parallel_place(trainer)
-        each = trainer.datamodule.batch_size  # type: ignore[attr-defined]
         multiple = packing_multiples(trainer).row
-        size = int(samples.offsets[first]) * self.width * 4
+
+        def batch_of(own: list[int], of_all: list[int]) -> dict[str, torch.Tensor]:
+            length = -(-int(samples.lengths[of_all].max()) // multiple) * multiple
+            return collate_padded(samples.take(own), multiple, length)
+
+        each = trainer.datamodule.batch_size  # type: ignore[attr-defined]
+        what = f"logits of the training data under {module.distillation.teacher}"
         path = os.path.join(self._folder, _NUMBERS)
+        size = int(samples.offsets[first]) * self.width * 4
         with appending(path, size, trainer.is_global_zero) as append, evaluating(module):
-            starts = tqdm(
-                range(first, count, each * ranks),
-                desc=f"logits of the training data under {module.distillation.teacher}",
-                disable=not trainer.is_global_zero,
-                delay=SILENT_SECONDS,
-                leave=False,
-            )
-            for start in starts:
-                # Ranks without a sample in the last batch repeat the last one, because others may share experts
-                numbers = [min(start + i, count - 1) for i in range(each * ranks)]
-                length = -(-int(samples.lengths[numbers].max()) // multiple) * multiple
-                own = samples.take(numbers[rank * each : (rank + 1) * each])
-                batch = module.on_before_batch_transfer(collate_padded(own, multiple, length), 0)
-                found = module.run_forward("teacher_top_k", move_data_to_device(batch, module.device))
-                gathered: Any = trainer.strategy.all_gather(found)
-                rows = gathered.reshape(-1, length, self.width).cpu()
+            for start, rows in results_of_samples(module, "teacher_top_k", batch_of, range(first, count), each, what):
                 if not torch.isfinite(rows).all():
                     raise ValueError(
-                        f"the teacher gives logits that are not finite to samples {start} to {numbers[-1]} of the"
-                        " training data; check its weights and the precision"
+                        f"the teacher gives logits that are not finite to samples {start} to {start + len(rows) - 1} of"
+                        " the training data; check its weights and the precision"
                     )
                 if trainer.is_global_zero:
-                    for row, sample in zip(rows.numpy(), samples.take(numbers[: count - start]), strict=False):
+                    numbers = list(range(start, start + len(rows)))
+                    for row, sample in zip(rows.numpy(), samples.take(numbers), strict=True):
                         counts = sample.loss_mask[1:] if sample.loss_mask is not None else slice(None)
-                        append(row[: sample.length][counts].astype("<f4"))
+                        of_tokens = row.reshape(-1, self.width)[: sample.length]
+                        append(of_tokens[counts].astype("<f4"))
         self.complete = count
 
 
