@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's step behind the torch optimizer that the user made.
 
-``configure_optimizers`` returns an ordinary torch optimizer, *the user's*; LR schedulers hold it and change its groups.
-``factory.py`` puts an :class:`MCoreOptimizer` in its place, with the same groups and an optimizer of Megatron's. In a
-:class:`RebuiltOptimizer` (Adam, AdamW and SGD) Megatron's optimizer makes the step, and the user's never does. In a
-:class:`WrappedOptimizer` (any other, and an unsharded one of a plain module) the user's makes the step itself.
+``configure_optimizers`` returns an ordinary torch optimizer: *the user's*. LR schedulers and callbacks hold on to it.
+``factory.py`` puts an :class:`MCoreOptimizer` in its place, which looks like it from outside and makes the step with
+one of Megatron's. There are two kinds:
 
-Backward adds to ``main_grad``, a parameter's place in Megatron's gradient buffers. To *prepare* gradients is to make
-them the ``grad`` of what is stepped: the parameters, or *main parameters* in their place (copies in fp32, or one rank's
-share). ``step`` first runs Lightning's closure. *Inline*, in a plain module, that runs backward itself; otherwise
-Megatron's schedule has run it when ``training_step`` returns::
+- :class:`RebuiltOptimizer`, for Adam, AdamW and SGD: Megatron's own optimizer steps, and the user's never does.
+- :class:`WrappedOptimizer`, for any other, and for an unsharded one of a plain module: Megatron's prepares the
+  gradients, and the user's steps.
+
+An example: the user returns ``AdamW(lr=1e-4)`` for one bf16 matrix of 8 elements, on two data-parallel ranks that shard
+the optimizer::
+
+    user's AdamW    on both ranks: a group with lr=1e-4 and the matrix; a scheduler lowers lr to 9e-5
+    Megatron's      on rank 0: fp32 copies of elements 0-3, with their moments; on rank 1: of elements 4-7
+    backward        sums the gradients over the ranks; each rank keeps those of its 4 elements
+    step            copies lr=9e-5 into Megatron's group, turns the 4 gradients into fp32, clips them by the norm of all
+                    8, steps the 4 copies, writes them to the matrix in bf16, and gathers the other rank's 4
+
+Three words of this file. ``main_grad`` is a parameter's place in Megatron's gradient buffers, to which backward adds.
+*Main parameters* are what is stepped in place of the model's parameters: fp32 copies, or one rank's share of them. To
+*prepare* gradients is to turn ``main_grad`` into the ``grad`` of what is stepped.
+
+``step`` first runs Lightning's closure. *Inline*, in a plain module, the closure runs backward itself; otherwise
+Megatron's schedule has run it when ``training_step`` returns. So the calls come in this order::
 
     inline     training_step, zero_grad, backward, gradients_changed, unscale, clip_grad_norm
     schedule   training_step (forward, backward, gradients_changed), zero_grad (ignored), unscale, clip_grad_norm
@@ -26,7 +40,7 @@ rest of ``step``    Megatron prepares, clips and steps  prepares if nothing did;
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +114,50 @@ class MCoreOptimizer(Optimizer):
         self._scaler = scaler
         self._shares = shares
 
+    # ---- what each kind does with a step
+
+    def _step(self, closure: Closure | None, arguments: dict[str, Any]) -> Any:
+        """Run the closure, prepare, step, call :meth:`_report`, and return the closure's result."""
+        raise NotImplementedError
+
+    def _report(self, stepped: bool, grad_norm: float | None, num_zeros_in_grad: float | None) -> None:
+        """Publish what a step did; the order is that in which Megatron's ``step`` returns it."""
+        self.step_skipped = not stepped
+        self.grad_norm = grad_norm
+        self.num_zeros_in_grad = num_zeros_in_grad
+
+    @property
+    def user_steps_alone(self) -> bool:
+        """Whether the user's ``step`` is all of the step, on all parameters, and without a loss scale."""
+        return self._steps_the_models_parameters and self._scaler is None
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each data-parallel rank steps parameters of its own (the layer-wise distributed optimizer)."""
+        return self._shares is not None
+
+    @property
+    def _steps_the_models_parameters(self) -> bool:
+        return not (self.rebuilt or self._has_main_parameters or self.is_shared_out)
+
+    @property
+    def _has_main_parameters(self) -> bool:
+        return any(not isinstance(part, FP32Optimizer) for part in parts_with_parameters(self.megatron))
+
+    # ---- a step: Lightning, the schedule and MCorePrecision call these
+
+    def step(self, closure: Closure | None = None, **arguments: Any) -> Any:
+        """Run the closure (forward and backward), step, and return the closure's result.
+
+        ``arguments`` go to the user's ``step``; ``TypeError`` if the step is Megatron's.
+        """
+        if arguments and not self.user_steps_alone:
+            raise TypeError(f"step({', '.join(arguments)}) is not available: the step is Megatron's; leave them out")
+        result = self._step(closure, arguments)
+        parameters_changed(self._chunks)
+        self.user._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn that it was never stepped
+        return result
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, except those that a schedule has just computed."""
         if not self._inline:
@@ -139,33 +197,67 @@ class MCoreOptimizer(Optimizer):
         self.gradients.max_norm = 0.0
         self.gradients.max_value = max_value
 
-    def step(self, closure: Closure | None = None, **arguments: Any) -> Any:
-        """Run the closure (forward and backward), step, and return the closure's result.
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next step; 1 without loss scaling."""
+        return float(self._scaler.scale) if self._scaler is not None else 1.0
 
-        ``arguments`` go to the user's ``step``; ``TypeError`` if the step is Megatron's.
-        """
-        if arguments and not self.user_steps_alone:
-            raise TypeError(f"step({', '.join(arguments)}) is not available: the step is Megatron's; leave them out")
-        result = self._step(closure, arguments)
-        parameters_changed(self._chunks)
-        self.user._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn that it was never stepped
-        return result
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps of this run that were skipped because a gradient was inf or nan."""
+        return self._scaler.num_skipped_steps if self._scaler is not None else 0
 
-    def _step(self, closure: Closure | None, arguments: dict[str, Any]) -> Any:
-        """Do what differs, end with :meth:`_report`, and return the closure's result."""
-        raise NotImplementedError
+    def _count_zeros(self) -> float | None:
+        zeros: float | None = self.megatron.count_zeros() if self.megatron.config.log_num_zeros_in_grad else None
+        return zeros
 
-    def _report(self, stepped: bool, grad_norm: float | None, num_zeros_in_grad: float | None) -> None:
-        """Publish what a step did; the order is that in which Megatron's ``step`` returns it."""
-        self.step_skipped = not stepped
-        self.grad_norm = grad_norm
-        self.num_zeros_in_grad = num_zeros_in_grad
+    # ---- parameters and their groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's groups, which LR schedulers change."""
+        return self.user.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.user.param_groups = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, if the user's optimizer steps the model's own parameters; otherwise ``RuntimeError``."""
+        if not self._steps_the_models_parameters:
+            raise RuntimeError(
+                "parameter groups are fixed once Megatron's optimizer exists; add them in configure_optimizers"
+            )
+        added = param_group["params"]
+        parameters = [added] if isinstance(added, torch.Tensor) else added
+        unbuffered = [parameter for parameter in parameters if not hasattr(parameter, "main_grad")]
+        if unbuffered and process_group("dp_cp").size() > 1:
+            raise RuntimeError(
+                f"{len(unbuffered)} parameters of the new group were frozen when training began, so their gradients"
+                " would not be reduced over the data-parallel ranks; train them from the start, at a learning rate of 0"
+            )
+        self.user.add_param_group(param_group)
+
+    @property
+    def _parameters(self) -> list[Any]:
+        """The original parameters, and those in the groups: fp32 copies, or parameters that were added later."""
+        return [*self._original_parameters, *itertools.chain(*(group["params"] for group in self.user.param_groups))]
+
+    @property
+    def _owns_every_buffer(self) -> bool:
+        # Not by requires_grad, which toggle_optimizer() turns off for the other optimizers' parameters.
+        own = {id(parameter) for parameter in self._parameters}
+        return all(id(parameter) in own for parameter in self._of_model() if hasattr(parameter, "main_grad"))
+
+    def _of_model(self) -> Iterator[torch.nn.Parameter]:
+        """Yield all parameters of the model's chunks; the walk takes milliseconds."""
+        for chunk in self._chunks:
+            yield from chunk.parameters()
 
     @functools.cached_property
-    def _without_buffers(self) -> list[torch.Tensor]:
-        """The parameters that have no place in the gradient buffers; found once, because a walk takes milliseconds."""
-        parameters = itertools.chain(*(chunk.parameters() for chunk in self._chunks))
-        return [parameter for parameter in parameters if not hasattr(parameter, "main_grad")]
+    def _without_buffers(self) -> list[torch.nn.Parameter]:
+        """The model's parameters that have no place in the gradient buffers."""
+        return [parameter for parameter in self._of_model() if not hasattr(parameter, "main_grad")]
 
     def _check_nothing_was_unfrozen(self) -> None:
         """Raise ``RuntimeError`` for a parameter whose gradient would not be summed over the ranks, or not be used."""
@@ -180,65 +272,16 @@ class MCoreOptimizer(Optimizer):
                 " them a group with a learning rate of 0 until then"
             )
 
-    def _count_zeros(self) -> float | None:
-        zeros: float | None = self.megatron.count_zeros() if self.megatron.config.log_num_zeros_in_grad else None
-        return zeros
-
-    @property
-    def user_steps_alone(self) -> bool:
-        """Whether the user's ``step`` is all of the step, on all parameters, and without a loss scale."""
-        return not (self.rebuilt or self._has_main_parameters or self.is_shared_out) and self._scaler is None
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in the next step; 1 without loss scaling."""
-        return float(self._scaler.scale) if self._scaler is not None else 1.0
-
-    @property
-    def num_skipped_steps(self) -> int:
-        """Steps of this run that were skipped because a gradient was inf or nan."""
-        return self._scaler.num_skipped_steps if self._scaler is not None else 0
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The user's optimizer; ``LearningRateMonitor`` names its columns after it."""
-        return self.user
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The user's groups, which LR schedulers change."""
-        return self.user.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.user.param_groups = groups
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, if the user's optimizer steps the model's own parameters; otherwise ``RuntimeError``."""
-        if self.rebuilt or self._has_main_parameters or self.is_shared_out:
-            raise RuntimeError(
-                "parameter groups are fixed once Megatron's optimizer exists; add them in configure_optimizers"
-            )
-        added = param_group["params"]
-        parameters = [added] if isinstance(added, torch.Tensor) else added
-        unbuffered = [parameter for parameter in parameters if not hasattr(parameter, "main_grad")]
-        if unbuffered and process_group("dp_cp").size() > 1:
-            raise RuntimeError(
-                f"{len(unbuffered)} parameters of the new group were frozen when training began, so their gradients"
-                " would not be reduced over the data-parallel ranks; train them from the start, at a learning rate of 0"
-            )
-        self.user.add_param_group(param_group)
+    # ---- state, for checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as the user's optimizer would if there are no main parameters."""
         if not self._has_main_parameters:
             return self._user_state_dict()
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.user.param_groups]
+        groups = []
+        for group in self.user.param_groups:
+            groups.append({name: value for name, value in group.items() if name != "params"})
         return {"megatron": self.megatron.state_dict(), "param_groups": groups}
-
-    def _user_state_dict(self) -> dict[str, Any]:
-        """Return the state of the parameters in the user's groups."""
-        return self.user.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; ``ValueError`` if only one of both has main parameters."""
@@ -259,28 +302,19 @@ class MCoreOptimizer(Optimizer):
             )
         self.user.load_state_dict(state_dict)
 
+    def _user_state_dict(self) -> dict[str, Any]:
+        """Return the state of the parameters in the user's groups."""
+        return self.user.state_dict()
+
     def _load_main_parameters(self, state: dict[str, Any]) -> None:
         self.megatron.load_state_dict(state)
 
-    @property
-    def is_shared_out(self) -> bool:
-        """Whether each data-parallel rank steps parameters of its own (the layer-wise distributed optimizer)."""
-        return self._shares is not None
+    # ---- looking like the user's optimizer
 
     @property
-    def _has_main_parameters(self) -> bool:
-        return any(not isinstance(part, FP32Optimizer) for part in parts_with_parameters(self.megatron))
-
-    @property
-    def _parameters(self) -> list[Any]:
-        """The original parameters, and those in the groups: fp32 copies, or parameters that were added later."""
-        return [*self._original_parameters, *itertools.chain(*(group["params"] for group in self.user.param_groups))]
-
-    @property
-    def _owns_every_buffer(self) -> bool:
-        # Not by requires_grad, which toggle_optimizer() turns off for the other optimizers' parameters.
-        own = {id(parameter) for parameter in self._parameters}
-        return all(id(p) in own for chunk in self._chunks for p in chunk.parameters() if hasattr(p, "main_grad"))
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer; ``LearningRateMonitor`` names its columns after it."""
+        return self.user
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.user, name)
@@ -308,20 +342,22 @@ class RebuiltOptimizer(MCoreOptimizer):
         result = _evaluate(closure)
         self._check_nothing_was_unfrozen()
         follow_user_groups(self.megatron, self.user.param_groups)
-        self._clip_and_step()
+        if self.gradients.max_value:
+            self._clip_values_and_step(self.gradients.max_value)
+        else:
+            self._clip_norm_and_step(self.gradients.max_norm)
         if not self.step_skipped:
             for hook in self.user._optimizer_step_post_hooks.values():
                 hook(self, (self,), {})
         return result
 
-    def _clip_and_step(self) -> None:
-        max_value = self.gradients.max_value
-        for part in parts_with_parameters(self.megatron):
-            part.config.clip_grad = self.gradients.max_norm
-        if not max_value:
-            self._report(*self.megatron.step())
-            return
+    def _clip_norm_and_step(self, max_norm: float) -> None:
+        self._set_norm_limit(max_norm)
+        self._report(*self.megatron.step())
+
+    def _clip_values_and_step(self, max_value: float) -> None:
         # Megatron has no clipping by value, so its step is taken apart: prepare, clip, step.
+        self._set_norm_limit(0.0)
         overflowed = self.megatron.prepare_grads()
         if overflowed:
             self._report(False, None, None)
@@ -331,6 +367,10 @@ class RebuiltOptimizer(MCoreOptimizer):
         for part in parts_with_parameters(self.megatron):
             clamp_gradients(part, max_value)
         self._report(self.megatron.step_with_ready_grads(), norm, num_zeros)
+
+    def _set_norm_limit(self, max_norm: float) -> None:
+        for part in parts_with_parameters(self.megatron):
+            part.config.clip_grad = max_norm  # 0 for none
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -382,13 +422,8 @@ class WrappedOptimizer(MCoreOptimizer):
             torch.nn.utils.clip_grad_value_(self.megatron.get_parameters(), max_value)
 
     def _step(self, closure: Closure | None, arguments: dict[str, Any]) -> Any:
-        if self.user_steps_alone and closure is not None:
-            # The user's step gets the closure, because it may run it several times (LBFGS).
-            evaluate = functools.partial(self._evaluate_and_prepare, closure)
-            result = self.user.step(closure=evaluate, **arguments)
-        elif self.user_steps_alone:
-            self._prepare_grads()
-            result = self.user.step(**arguments)
+        if self.user_steps_alone:
+            result = self._step_alone(closure, arguments)
         else:
             result = self._evaluate_and_prepare(closure)
             if not self.gradients.overflowed:
@@ -400,6 +435,14 @@ class WrappedOptimizer(MCoreOptimizer):
             run_on_all_ranks(lambda: check_state(self.user, process_group("tp").size()))
             self._state_is_checked = True
         return result
+
+    def _step_alone(self, closure: Closure | None, arguments: dict[str, Any]) -> Any:
+        if closure is None:
+            self._prepare_grads()
+            return self.user.step(**arguments)
+        # The user's step gets the closure, because it may run it several times (LBFGS).
+        evaluate = functools.partial(self._evaluate_and_prepare, closure)
+        return self.user.step(closure=evaluate, **arguments)
 
     def _evaluate_and_prepare(self, closure: Closure | None) -> Any:
         result = _evaluate(closure)
@@ -431,7 +474,10 @@ class WrappedOptimizer(MCoreOptimizer):
 
     def _prepare_visible_grads(self) -> bool:
         """Prepare main parameters from the ``grad`` that hooks see, and restore it; return whether one overflowed."""
-        visible = [p for p in self._parameters if hasattr(p, "main_grad") and p.grad is not None]
+        visible = []
+        for parameter in self._parameters:
+            if hasattr(parameter, "main_grad") and parameter.grad is not None:
+                visible.append(parameter)
         for parameter in visible:
             if parameter.grad is not parameter.main_grad:  # a hook has replaced it
                 parameter.main_grad.copy_(parameter.grad)
