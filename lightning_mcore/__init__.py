@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from lightning_mcore.config.layout import ModelShape, ParallelLayout
     from lightning_mcore.config.lora import LoRA
     from lightning_mcore.config.preference import Preference
+    from lightning_mcore.config.reranking import Reranker
     from lightning_mcore.data.batches import data_shard
-    from lightning_mcore.data.embedding.datamodule import MCoreEmbeddingData
+    from lightning_mcore.data.embedding.datamodule import MCoreEmbeddingData, MCoreRerankingData
     from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
     from lightning_mcore.data.finetuning.images import MCoreVisionData
     from lightning_mcore.data.packing.best_fit import TokenSample
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.models.preference import MCorePreference
     from lightning_mcore.models.recipe import Recipe, loraplus_groups
+    from lightning_mcore.models.reranker import MCoreReranker
     from lightning_mcore.models.vision import MCoreVisionGPT
     from lightning_mcore.optimizer.muon import MuonWithAdamW
     from lightning_mcore.strategy.fp8_monitor import FP8Monitor
@@ -88,6 +90,8 @@ __all__ = [
     "MCorePreferenceData",
     "MCorePretrainingData",
     "MCoreProgressBar",
+    "MCoreReranker",
+    "MCoreRerankingData",
     "MCoreStrategy",
     "MCoreVisionData",
     "MCoreVisionGPT",
@@ -100,6 +104,7 @@ __all__ = [
     "PreemptionCheckpoint",
     "Preference",
     "Recipe",
+    "Reranker",
     "RunReport",
     "SaveHFModel",
     "TokenAccuracy",
@@ -139,6 +144,8 @@ HOMES = {
     "MCorePreferenceData": "data.preference.datamodule",
     "MCorePretrainingData": "data.pretraining.datamodule",
     "MCoreProgressBar": "strategy.progress",
+    "MCoreReranker": "models.reranker",
+    "MCoreRerankingData": "data.embedding.datamodule",
     "MCoreStrategy": "strategy.strategy",
     "MCoreVisionData": "data.finetuning.images",
     "MCoreVisionGPT": "models.vision",
@@ -151,6 +158,7 @@ HOMES = {
     "PreemptionCheckpoint": "strategy.preemption",
     "Preference": "config.preference",
     "Recipe": "models.recipe",
+    "Reranker": "config.reranking",
     "RunReport": "strategy.run_report",
     "SaveHFModel": "interop.callback",
     "TokenAccuracy": "layers.metrics",

@@ -30,7 +30,7 @@ from lightning_mcore.cli.guard import Beginning, guarded
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import ON_RAY, RaySettings
 from lightning_mcore.config.run import class_and_arguments
-from lightning_mcore.data.embedding.datamodule import MCoreEmbeddingData
+from lightning_mcore.data.embedding.datamodule import MCoreEmbeddingData, MCoreRerankingData
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.images import MCoreVisionData
 from lightning_mcore.data.preference.datamodule import MCorePreferenceData
@@ -40,6 +40,7 @@ from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.models.reranker import MCoreReranker
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.optimizer.muon import MuonWithAdamW
 from lightning_mcore.strategy.fp8_monitor import FP8Monitor
@@ -65,6 +66,8 @@ SHORT_NAMES = (
     MCorePreferenceData,
     MCorePretrainingData,
     MCoreProgressBar,
+    MCoreReranker,
+    MCoreRerankingData,
     MCoreStrategy,
     MCoreVisionData,
     MCoreVisionGPT,

@@ -208,6 +208,10 @@ class LoRA:
         # PEFT compares with endswith, so "norm" also means input_layernorm.
         return any(module.endswith(tuple(self.modules_to_save)) for module in around)
 
+    def with_saved(self, name: str) -> "LoRA":
+        """Return settings with which a module, by its Hugging Face name, is trained in full."""
+        return self if self.saves(name) else replace(self, modules_to_save=[*(self.modules_to_save or ()), name])
+
     def _surrounds(self, name: str) -> bool:
         """Return whether ``modules_to_save`` names a projection or a module around it, which then has no adapter.
 

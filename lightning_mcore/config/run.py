@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.ray import RaySettings
+from lightning_mcore.config.reranking import Reranker
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class RunSettings:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=dict)
     # Arguments of MCoreGPT; with "path", of MCoreGPT.from_pretrained; with "preference", of MCorePreference; with
-    # "distillation", of MCoreDistillation; with "embedding", of MCoreEmbedding.
+    # "distillation", of MCoreDistillation; with "embedding", of MCoreEmbedding; with "reranker", of MCoreReranker.
     model: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     # batch_size (rows of a DataLoader batch on one data-parallel rank), seq_length (tokens), and other arguments
@@ -65,10 +66,14 @@ def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
 def rows_of_pairs(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return data arguments with batch sizes in rows; a padded pair, or the texts of a query, have a row each.
 
-    The data holds pairs if ``model`` has a ``"preference"``, and queries if it has an ``"embedding"``. A batch size of
-    4 pairs becomes 8 rows.
+    The data holds pairs if ``model`` has a ``"preference"``, and queries if it has an ``"embedding"`` or a
+    ``"reranker"``. A batch size of 4 pairs becomes 8 rows.
     """
-    rows = 2 if "preference" in model else Embedding.of(model["embedding"]).texts if "embedding" in model else 1
+    rows = 2 if "preference" in model else 1
+    if "embedding" in model:
+        rows = Embedding.of(model["embedding"]).texts
+    if "reranker" in model:
+        rows = Reranker.of(model["reranker"]).texts
     if rows == 1 or data.get("packing"):
         return dict(data)
     sizes = {name: data[name] for name in ("batch_size", "eval_batch_size") if isinstance(data.get(name), int)}

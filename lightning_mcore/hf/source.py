@@ -209,6 +209,19 @@ def variant_name(path: str, family: str | None, suffix: str) -> str | None:
     return name if name.endswith(suffix) else name + suffix
 
 
+def refuse_labels(path: str) -> None:
+    """Raise ValueError for a classifier with several labels; a language model does not count them."""
+    if is_own_checkpoint(path):
+        return
+    config = read_config(local_folder(path, weights=False))
+    labels = len(config.get("id2label") or []) or config.get("num_labels", 1)
+    if labels > 1 and any("Classification" in name for name in config.get("architectures") or []):
+        raise ValueError(
+            f"{path} is a classifier with num_labels={labels}, and a reranker has one score; give a model with one"
+            " label, or a language model"
+        )
+
+
 def seeing_name(path: str, family: str | None) -> str | None:
     """Return the name of the family that reads the vision tower of the model at ``path``.
 

@@ -51,6 +51,7 @@ from lightning_mcore.layers.session import single_process
 from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.models.reranker import MCoreReranker
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
@@ -154,7 +155,12 @@ def _export_stored(
 
 def _kind_of(settings: Mapping[str, Any]) -> type[MCoreGPT]:
     """Return the class whose arguments a checkpoint records."""
-    kinds = {"preference": MCorePreference, "embedding": MCoreEmbedding, "vision": MCoreVisionGPT}
+    kinds = {
+        "preference": MCorePreference,
+        "embedding": MCoreEmbedding,
+        "reranker": MCoreReranker,
+        "vision": MCoreVisionGPT,
+    }
     return next((kind for name, kind in kinds.items() if name in settings), MCoreGPT)
 
 

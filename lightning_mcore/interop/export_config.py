@@ -22,6 +22,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.field_homes import MODULE_FIELDS
+from lightning_mcore.config.reranking import Reranker
+from lightning_mcore.hf.cross_encoder_folder import TEMPLATE_FILE, chat_template, files_of_reranker, padding_of
 from lightning_mcore.hf.family import SCORING, Family, complete_fields, differences
 from lightning_mcore.hf.files import CONFIG_FILE
 from lightning_mcore.hf.registry import family_names, find_family, recorded_family
@@ -64,6 +66,7 @@ class Description:
     source: str | None  # Hugging Face folder with the tokenizer
     stored: StoredDtypes | None = None  # dtypes of the weights in the model that it was made from
     embedding: Embedding | None = None  # how a model of vectors pools them
+    reranker: Reranker | None = None  # how a reranker writes a pair
     seq_length: int | None = None
 
 
@@ -118,6 +121,7 @@ def describe(
         _folder_of(origin.get("path")),
         StoredDtypes.recorded(settings.get("hf")),
         Embedding.of(settings["embedding"]) if "embedding" in settings else None,
+        Reranker.of(settings["reranker"]) if "reranker" in settings else None,
         settings.get("seq_length"),
     )
 
@@ -129,15 +133,22 @@ def write_files(description: Description, dtype: torch.dtype, folder: str) -> No
     copied = _copy(description.source, (*_TOKENIZER_FILES, *(_CODE_FILES if "auto_map" in config else ())), folder)
     if not any(name.endswith(".py") for name in copied):
         config.pop("auto_map", None)  # it refers to code that was not copied
+    if description.reranker is not None:
+        config |= padding_of(description.reranker, description.source)
     write_json(os.path.join(folder, CONFIG_FILE), config)
     if description.generation_config is not None:
         write_json(os.path.join(folder, GENERATION_FILE), description.generation_config)
+    files: dict[str, Any] = {}
     if description.embedding is not None:
         assert description.seq_length is not None
         files = files_of(description.embedding, description.fields["hidden_size"], description.seq_length)
-        for path, content in files.items():
-            os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
-            write_json(os.path.join(folder, path), content)
+    if description.reranker is not None:
+        files = files_of_reranker(description.reranker)
+        with open(os.path.join(folder, TEMPLATE_FILE), "w", encoding="utf-8") as file:
+            file.write(chat_template(description.reranker))
+    for path, content in files.items():
+        os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
+        write_json(os.path.join(folder, path), content)
 
 
 def copy_tokenizer(path: str | None, folder: str) -> None:

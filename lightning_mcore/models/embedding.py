@@ -179,13 +179,10 @@ class MCoreEmbedding(MCoreGPT):
                 data-parallel ranks have different numbers of microbatches.
         """
         if self._trainer is None or not self._trainer.predicting:
-            check_texts(batch, self.embedding.texts)
+            check_texts(batch, self.embedding)
             self._check_microbatches(batch)
-        elif not is_packed(batch) and "lengths" not in batch:
-            raise ValueError(
-                f"a padded batch with {', '.join(batch)} has no lengths, so it does not tell where its texts end; add"
-                " lengths, the number of tokens of each row"
-            )
+        else:
+            require_lengths(batch)
         return super().on_before_batch_transfer(batch, dataloader_idx)
 
     def _check_microbatches(self, batch: Batch) -> None:
@@ -250,11 +247,7 @@ class MCoreEmbedding(MCoreGPT):
 
     def _step(self, batch: Batch, stage: str) -> Any:
         weighs = self._config_of_chunks().calculate_per_token_loss
-        if is_packed(batch) and not weighs:
-            raise ValueError(
-                "packed rows hold different numbers of queries, which calculate_per_token_loss=False would not weigh;"
-                " set packing=False, or leave out calculate_per_token_loss and the losses of routers"
-            )
+        require_weights(batch, weighs)
         setting, strategy = self.embedding, self.trainer.strategy
         vectors, lengths = self._vectors(batch)
         there = lengths.view(-1, setting.texts)[:, 0] > 0
@@ -283,6 +276,24 @@ class MCoreEmbedding(MCoreGPT):
             return process_group("dp"), data_parallel_hosts()
         world = dist.group.WORLD
         return None if self.trainer.world_size == 1 or world is None else (world, control_group())
+
+
+def require_weights(batch: Batch, weighs: bool) -> None:
+    """Raise ValueError for packed rows, which hold different numbers of queries, if a mean does not weigh them."""
+    if is_packed(batch) and not weighs:
+        raise ValueError(
+            "packed rows hold different numbers of queries, which calculate_per_token_loss=False would not weigh;"
+            " set packing=False, or leave out calculate_per_token_loss and the losses of routers"
+        )
+
+
+def require_lengths(batch: Batch) -> None:
+    """Raise ValueError for a padded batch that does not tell where its texts end."""
+    if not is_packed(batch) and "lengths" not in batch:
+        raise ValueError(
+            f"a padded batch with {', '.join(batch)} has no lengths, so it does not tell where its texts end; add"
+            " lengths, the number of tokens of each row"
+        )
 
 
 def arguments_of_base(transformer: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA, check_train_only
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.config.preference import Preference
+from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
 from lightning_mcore.config.value_checks import plain_values, require_flag, require_size
 from lightning_mcore.data.multimodal import INPUTS
@@ -82,7 +83,7 @@ _BASE = "lora_base_digest"  # not "lora_base", an older digest
 
 
 def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = (Recipe, LoRA, Preference, Distillation, Embedding)
+    kinds = (Recipe, LoRA, Preference, Distillation, Embedding, Reranker)
     return {name: value.plain() if isinstance(value, kinds) else value for name, value in saved.items()}
 
 

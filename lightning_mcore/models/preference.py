@@ -35,7 +35,7 @@ from lightning_mcore.layers.inputs import ModelInputs, is_packed
 from lightning_mcore.layers.lora import adapters_off
 from lightning_mcore.layers.losses import sample_sums, tail_weights
 from lightning_mcore.layers.metrics import MeansOfKinds, RunningMean
-from lightning_mcore.layers.score import ScoreLayer
+from lightning_mcore.layers.score import ScoreLayer, last_scores
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models import preference_losses as losses_of
 from lightning_mcore.models.generation import evaluating
@@ -379,8 +379,7 @@ class MCorePreference(MCoreGPT):
         scores, inputs = self.token_logits(batch)
         lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
         lengths = lengths.reshape(-1)
-        is_last = inputs.position_ids == lengths[inputs.samples] - 1
-        return sample_sums(scores.squeeze(-1) * is_last, inputs, self._cp_group), lengths
+        return last_scores(scores.squeeze(-1), inputs, lengths, self._cp_group), lengths
 
     def _scored(self, batch: Batch) -> _Answers:
         scores, lengths = self._scores(batch)
@@ -495,8 +494,8 @@ def arguments_of_base(setting: Preference, transformer: Mapping[str, Any], lora:
     if lora is not None:
         # Dropout in adapters would differ between the trained model and its reference
         lora = replace(LoRA.of(lora), lora_dropout=0.0)
-        if is_reward and not lora.saves("score"):
-            lora = replace(lora, modules_to_save=[*(lora.modules_to_save or ()), "score"])
+        if is_reward:
+            lora = lora.with_saved("score")
     return {
         "transformer": _without_noise(transformer),
         "lora": lora,

@@ -156,7 +156,7 @@ def output_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
         yield from (row for row in norm if not row.name.endswith("output"))
     if fields.encodes:
         return
-    if fields.scores:
+    if not fields.has_logits:
         yield from _needed(fields, form, [Row("score layer input", fields.hidden_size, FP32, "nobody", weights=behind)])
         return
     yield from norm

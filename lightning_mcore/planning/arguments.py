@@ -12,12 +12,16 @@ from lightning_mcore.config.embedding import faults_with_model as faults_of_vect
 from lightning_mcore.config.field_homes import DEFAULTS
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.preference import Preference, faults_with_model
+from lightning_mcore.config.reranking import Reranker
+from lightning_mcore.config.reranking import faults_of_batch as faults_of_documents
+from lightning_mcore.config.reranking import faults_with_model as faults_of_reranker
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.peft_folder import given_lora
 from lightning_mcore.hf.sentence_folder import check_pooling
-from lightning_mcore.hf.source import absolute, planned_settings, sees_images, variant_name
+from lightning_mcore.hf.source import absolute, planned_settings, refuse_labels, sees_images, variant_name
 from lightning_mcore.models import embedding as vectors
+from lightning_mcore.models import reranker
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import arguments_of_base
 from lightning_mcore.models.stored_logits import looks_complete
@@ -45,6 +49,9 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
     family = given.get("family")
     if "preference" in given and Preference.of(given["preference"]).gives_scores:
         family = variant_name(given["path"], family, SCORING)
+    if "reranker" in given and Reranker.of(given["reranker"]).tokens is None:
+        refuse_labels(given["path"])
+        family = variant_name(given["path"], family, SCORING)
     if "embedding" in given:
         check_pooling(given["path"], Embedding.of(given["embedding"]).pooling)
         family = variant_name(given["path"], family, HIDDEN)
@@ -55,7 +62,7 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
 
 
 def arguments_in_use(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``MCoreGPT``, with what ``MCorePreference`` or ``MCoreEmbedding`` change in them.
+    """Return the arguments of ``MCoreGPT``, with what the classes with another loss change in them.
 
     Raises FileNotFoundError if there is no such adapter, ValueError or TypeError for a wrong setting.
     """
@@ -63,10 +70,13 @@ def arguments_in_use(model: Mapping[str, Any]) -> dict[str, Any]:
         return dict(model)
     if "embedding" in model:
         return {**model, **vectors.arguments_of_base(model["transformer"])}
-    if "preference" not in model:
+    if "preference" not in model and "reranker" not in model:
         return dict(model)
-    setting, is_tied = Preference.of(model["preference"]), bool(model.get("share_embeddings_and_output_weights"))
-    changed = arguments_of_base(setting, model["transformer"], _lora(model), is_tied)
+    given = model["transformer"], _lora(model), bool(model.get("share_embeddings_and_output_weights"))
+    if "reranker" in model:
+        changed = reranker.arguments_of_base(Reranker.of(model["reranker"]), *given)
+    else:
+        changed = arguments_of_base(Preference.of(model["preference"]), *given)
     return {**model, **{name: value for name, value in changed.items() if name in model}}
 
 
@@ -78,7 +88,7 @@ def _lora(model: Mapping[str, Any]) -> LoRA | None:
 def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: GlobalBatch | None) -> Iterator[str]:
     """Yield a sentence for each setting that the model does not allow, and if microbatches cut pairs apart.
 
-    The same for an embedding and the texts of its queries.
+    The same for an embedding and the texts of its queries, and for a reranker and their documents.
     """
     config = SimpleNamespace(**(DEFAULTS | (model.get("transformer") or {})))
     if "embedding" in model:
@@ -86,6 +96,10 @@ def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: Glob
         yield from faults_of_vectors(embedding, config)
         if batch is not None and not batch.is_assumed and not settings.data.get("packing"):
             yield from faults_of_batch(embedding, batch.micro_batch_size, batch.data_parallel_size)
+    if "reranker" in model:
+        yield from faults_of_reranker(config)
+        if batch is not None and not batch.is_assumed and not settings.data.get("packing"):
+            yield from faults_of_documents(Reranker.of(model["reranker"]), batch.micro_batch_size)
     if "preference" not in model:
         return
     yield from faults_with_model(Preference.of(model["preference"]), _lora(model), config)

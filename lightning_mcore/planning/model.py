@@ -22,6 +22,7 @@ from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
 from lightning_mcore.config.preference import Preference
+from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.planning.signatures import fields_of
 
@@ -78,6 +79,7 @@ class GPTFields:
     transformer: Mapping[str, Any]  # the given fields of ``TransformerConfig``
     architecture: Architecture = field(default_factory=Architecture)  # what Megatron's config has no field for
     scores: bool = False  # whether the output layer gives each token one score, as in a reward model, instead of logits
+    judged_tokens: int = 0  # number of tokens whose logits a reranker computes; 0 for the whole vocabulary's
     encodes: bool = False  # whether there is no output layer, as in a model of vectors
     adapters: AdaptedModel | None = None  # what is trained beside frozen weights; None where all are
     tower: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and part, by name
@@ -113,13 +115,13 @@ class GPTFields:
 
     @property
     def output_size(self) -> int:
-        """Rows of the output layer."""
-        return 0 if self.encodes else 1 if self.scores else self.padded_vocab_size
+        """Rows of the output layer that are used."""
+        return 0 if self.encodes else 1 if self.scores else self.judged_tokens or self.padded_vocab_size
 
     @property
     def has_logits(self) -> bool:
         """Whether the output layer gives each token logits over the vocabulary."""
-        return not self.scores and not self.encodes
+        return not self.scores and not self.encodes and not self.judged_tokens
 
     @property
     def subtracts_mean(self) -> bool:
@@ -163,9 +165,17 @@ class GPTFields:
             shape=ModelShape.from_config(sizes, seq_length=model["seq_length"], vocab_size=padded),
             transformer=given,
             architecture=architecture,
-            scores="preference" in model and Preference.of(model["preference"]).gives_scores,
+            scores=_scores(model),
+            judged_tokens=len(Reranker.of(model["reranker"]).tokens or []) if "reranker" in model else 0,
             encodes="embedding" in model,
         )
+
+
+def _scores(model: Mapping[str, Any]) -> bool:
+    """Return whether a model has a score layer."""
+    if "reranker" in model:
+        return Reranker.of(model["reranker"]).tokens is None
+    return "preference" in model and Preference.of(model["preference"]).gives_scores
 
 
 def _given_or(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:

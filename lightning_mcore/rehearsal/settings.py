@@ -16,12 +16,14 @@ from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.preference import Preference
+from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.models.reranker import MCoreReranker
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.model import backend_of
 from lightning_mcore.planning.rules import check_run
@@ -41,7 +43,7 @@ class MadeUpRows(Dataset[dict[str, Tensor]]):
         packed: bool,
         preference: Preference | None = None,
         reference: bool = False,
-        embedding: Embedding | None = None,
+        embedding: Embedding | Reranker | None = None,
     ) -> None:
         positions = torch.arange(length)
         self.rows = rows
@@ -52,6 +54,8 @@ class MadeUpRows(Dataset[dict[str, Tensor]]):
             self.row |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), boundaries)
         if embedding is not None:
             self.row["sample_ids"] = torch.zeros(sequences, dtype=torch.long) if packed else torch.tensor(0)
+        if isinstance(embedding, Reranker):
+            self.row["relevance"] = self.row["sample_ids"].float()
         if preference is not None:
             last = (positions < length - 1).float()  # an answer's last token has no label
             self.row |= {"loss_mask": last, "sample_ids": torch.tensor(0)}
@@ -161,7 +165,9 @@ def _build(
     preference = Preference.of(model["preference"]) if "preference" in model else None
     # The reference of adapters is the model without them, which runs in each step.
     in_data = preference is not None and preference.needs_reference and not model.get("lora")
-    embedding = Embedding.of(model["embedding"]) if "embedding" in model else None
+    embedding: Embedding | Reranker | None = Embedding.of(model["embedding"]) if "embedding" in model else None
+    if "reranker" in model:
+        embedding = Reranker.of(model["reranker"])
     packed = bool(settings.data.get("packing"))
     data = MadeUpRows(rows * accumulated * STEPS, length, packed, preference, in_data, embedding)
     loader = DataLoader(data, batch_size=rows)
@@ -169,5 +175,6 @@ def _build(
         student = MCoreDistillation(**arguments)
         student.teacher._starts_from = None  # its config says how large it is, and its weights need no values
         return trainer, student, (loader, loader)
-    kind = MCoreEmbedding if embedding is not None else MCoreGPT if preference is None else MCorePreference
+    kinds = {"embedding": MCoreEmbedding, "reranker": MCoreReranker, "preference": MCorePreference}
+    kind = next((kind for name, kind in kinds.items() if name in model), MCoreGPT)
     return trainer, kind(**arguments), (loader, loader)

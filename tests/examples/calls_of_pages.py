@@ -111,6 +111,7 @@ def doors(page: Names) -> None:
 @of_page("embeddings", ranks=4)
 def embeddings(page: Names) -> None:
     page["embed"]("base", "queries.jsonl", accelerator="cpu")
+    page["rerank"]("base", "queries.jsonl", accelerator="cpu")
 
 
 @of_page("from-llamafactory", ranks=8)

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from PIL import Image
 
-from lightning_mcore import Embedding
+from lightning_mcore import Embedding, Reranker
 from lightning_mcore.cli import main
 from tests.support.chats import characters, write
 from tests.support.clips import write_clip
@@ -22,6 +22,8 @@ from tests.unit.data.test_embedding_data import texts as texts_of_queries
 from tests.unit.data.test_finetuning_data import opened, samples_of
 from tests.unit.data.test_preference_data import halves
 from tests.unit.data.test_preference_data import opened as opened_pairs
+from tests.unit.data.test_reranking_data import opened as opened_documents
+from tests.unit.data.test_reranking_data import pairs as pairs_of_queries
 from tests.unit.data.test_video_data import video_processor
 from tests.unit.data.test_vision_data import batches, data
 
@@ -58,6 +60,7 @@ def test_every_format_of_the_readers_has_a_line() -> None:
     }
     assert len(lines("MCorePreferenceData")) == 8
     assert len(lines("MCoreEmbeddingData")) == 3
+    assert len(lines("MCoreRerankingData")) == 4
     assert len(lines("lightning-mcore preprocess")) == 1
 
 
@@ -104,6 +107,18 @@ def test_a_line_of_texts_to_compare_is_read(line: str, tmp_path: Path, monkeypat
     query = row.get("query_prompt", "") + "What is 2 + 2?"
     found = texts_of_queries(opened_queries([row, row], Embedding(negatives=len(negatives))))
     assert found == [[query, "It is 4.", *negatives]] * 2
+
+
+@pytest.mark.parametrize("line", lines("MCoreRerankingData"))
+def test_a_line_of_documents_to_rank_is_read(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = json.loads(line)
+    documents = ["It is 4."] if "document" in row else ["It is 4.", "It is 5."]
+    template = "{instruction}{query} {document}" if "instruction" in row else "{query} {document}"
+    loss: Any = "softmax" if len(documents) > 1 else "binary_cross_entropy"
+    found = pairs_of_queries(opened_documents([row, row], Reranker(loss, len(documents), template=template)))
+    asked = row.get("instruction", "") + "What is 2 + 2?"
+    assert found == [([f"{asked} {document}" for document in documents], [1.0, 0.0][: len(documents)])] * 2
 
 
 def test_a_line_of_text_is_preprocessed(tmp_path: Path) -> None:

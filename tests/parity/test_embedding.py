@@ -234,7 +234,7 @@ def test_steps_on_every_layout_are_those_of_a_plain_loop_over_the_whole_batch(na
     assert wrong == {}
 
 
-def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, float]]:
+def differences(wanted: Wanted, ranks: Sequence[Seen], gradient: float = GRADIENT) -> Iterator[tuple[str, float]]:
     """Yield what differs by more than it may; nothing may be missing."""
     seen = set()
     for values, gradients in ranks:
@@ -245,7 +245,7 @@ def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, fl
             seen.add(part.name)
             whole = wanted.gradients[part.name]
             difference = (part.values - part.of(whole)).abs().max().item() / max(whole.abs().max().item(), 1e-30)
-            if not difference <= GRADIENT:
+            if not difference <= gradient:
                 yield part.name, difference
     if seen != wanted.gradients.keys():
         yield f"names {seen ^ wanted.gradients.keys()}", float("nan")

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mcore import MCoreEmbedding, MCoreGPT, MCorePreference, MCoreVisionGPT
+from lightning_mcore import MCoreEmbedding, MCoreGPT, MCorePreference, MCoreReranker, MCoreVisionGPT
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
@@ -212,7 +212,7 @@ def _measure(run: LiveRun) -> dict[str, int]:
 
 def parts_of(run: LiveRun, steps: int = 1) -> tuple[pl.LightningModule, DataLoader[Any]]:
     """Return the module of a run, and data for a number of steps."""
-    kinds = {"preference": MCorePreference, "embedding": MCoreEmbedding}
+    kinds = {"preference": MCorePreference, "embedding": MCoreEmbedding, "reranker": MCoreReranker}
     of_text = next((kind for name, kind in kinds.items() if name in run.model), MCoreGPT)
     kind = of_text if run.family is None else MCoreVisionGPT
     microbatches = steps * run.microbatches

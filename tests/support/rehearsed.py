@@ -142,6 +142,11 @@ def embedding_run(path: str, world: int, **strategy: Any) -> tuple[pl.Trainer, p
     return file_run({"path": path, "seq_length": LENGTH, "embedding": {}}, world, **strategy)
 
 
+def reranking_run(path: str, world: int, **strategy: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run that scores documents by two tokens."""
+    return file_run({"path": path, "seq_length": LENGTH, "reranker": {"tokens": [5, 90]}}, world, **strategy)
+
+
 def undigested_run(**arguments: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
     """Return the parts of a run that fails if weights are digested, which takes minutes for a large model."""
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCoreEmbeddingData``: queries with texts that answer them, from jsonl or parquet files, for ``MCoreEmbedding``.
+"""``MCoreEmbeddingData`` and ``MCoreRerankingData``: queries with texts, from jsonl or parquet files.
 
 The files go through the pipeline of ``finetuning/datamodule.py``: tokenised once into a cache, read in the same order
-on every layout, and resumed exactly. ``rows.py`` describes the rows, ``texts.py`` the batches.
+on every layout, and resumed exactly. ``rows.py`` and ``reranking_rows.py`` describe the rows, ``texts.py`` the batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 
 from lightning_mcore.config.embedding import ALONE, Embedding
 from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
+from lightning_mcore.config.reranking import Reranker
+from lightning_mcore.data.embedding.reranking_rows import RerankingReading
 from lightning_mcore.data.embedding.rows import TextReading
 from lightning_mcore.data.embedding.texts import Texts, build_texts_row, collate_padded_texts, collate_texts_rows
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
@@ -58,10 +60,11 @@ class TextSamples(Dataset[Texts]):
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[Texts]:
         """Return the rows at ``indices`` [n], in one read."""
         rows = self._indices[indices].tolist()
-        read = self._tokenized[rows]["tokens"]
+        read = self._tokenized[rows]
+        relevance = read.get("relevance", [None] * len(rows))
         return [
-            Texts(np.split(np.asarray(tokens, np.int64), each[:-1].cumsum()), row)
-            for tokens, each, row in zip(read, self.each[indices], rows, strict=True)
+            Texts(np.split(np.asarray(tokens, np.int64), each[:-1].cumsum()), row, of_row)
+            for tokens, each, row, of_row in zip(read["tokens"], self.each[indices], rows, relevance, strict=True)
         ]
 
 
@@ -163,17 +166,29 @@ class MCoreEmbeddingData(MCoreFinetuningData):
         if not self.packing:
             return self.seq_length
         multiple = self._multiples().sub_sequence
-        return self.seq_length // self._embedding.texts // multiple * multiple
+        return self.seq_length // self._texts // multiple * multiple
+
+    @property
+    def _texts(self) -> int:
+        """Texts of a row of data."""
+        return self._embedding.texts
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
-        reading = TextReading(setting=self._embedding.of_rows, most=self._places if self.overlong == "cut" else None)
-        return super()._tokenized_files(files, name, reading)
+        return super()._tokenized_files(files, name, self._reading(self._places if self.overlong == "cut" else None))
+
+    def _reading(self, most: int | None) -> Reading:
+        """Return how rows become texts of at most so many tokens."""
+        return TextReading(setting=self._embedding.of_rows, most=most)
 
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TextSamples:
         return TextSamples(tokenized, indices, self._places, name)
 
     def _packed(self, samples: TextSamples, multiple: int) -> PackedTexts:
         return PackedTexts(samples, self.seq_length, multiple)
+
+    @property
+    def _other_texts(self) -> str:
+        return f"{self._texts - 1} texts"
 
     def _note_template(self) -> None:
         """Say nothing: texts are not turns of a conversation."""
@@ -182,7 +197,7 @@ class MCoreEmbeddingData(MCoreFinetuningData):
         lengths, rows = samples.each, samples.statistics.rows
         into = f", in {rows:,} rows, {samples.statistics.fill:.2%} filled" if rows else ""
         return (
-            f"{len(lengths):,} queries with {lengths.shape[1] - 1} texts each, {lengths.sum():,} tokens{into},"
+            f"{len(lengths):,} queries with {self._other_texts} each, {lengths.sum():,} tokens{into},"
             f" {lengths.mean():.1f} on average in a text and {lengths.max()} at most"
         )
 
@@ -191,3 +206,57 @@ class MCoreEmbeddingData(MCoreFinetuningData):
         if self.packing:
             return collate_texts_rows
         return partial(collate_padded_texts, multiple=self._multiples().row, row_length=self._padded_to)
+
+
+class MCoreRerankingData(MCoreEmbeddingData):
+    """Queries, each with documents that are relevant or not, from jsonl or parquet files, for ``MCoreReranker``.
+
+    ``reranking_rows.py`` lists the columns that a file may have. The template and the number of documents come from the
+    module's ``Reranker``. A row that does not fit is an error.
+
+    Args:
+        train_files: As in :class:`~lightning_mcore.MCoreEmbeddingData`, like all arguments. ``overlong="cut"`` cuts a
+            pair's document, or at last its query, and keeps the end of the template.
+
+    Raises:
+        ValueError: A setting is out of range, or two contradict each other.
+        TypeError: A setting has the wrong type.
+
+    Examples:
+        >>> from lightning_mcore import MCoreRerankingData
+        >>> data = MCoreRerankingData("queries.jsonl", "Qwen/Qwen3-Reranker-0.6B", seq_length=1024, batch_size=8)
+    """
+
+    def _check_module(self) -> None:
+        module = self.trainer and self.trainer.lightning_module
+        if hasattr(module, "learned_losses") and not hasattr(module, "reranker"):
+            raise ValueError(
+                f"the data contains queries with documents to rank, but {type(module).__name__} does not learn from"
+                " these; train MCoreReranker, or read other data"
+            )
+
+    def _check_batch(self) -> None:
+        setting, pad = self._reranker, self.tokenizer.pad_token_id
+        end = self.tokenizer(setting.pieces[-1], add_special_tokens=False)["input_ids"] if setting.pieces[-1] else []
+        if setting.tokens is None and pad is not None and end[-1:] == [pad]:
+            raise ValueError(
+                f"template={setting.template!r} ends with the padding token {self.tokenizer.pad_token!r}, which"
+                " transformers would not score; end it with another token"
+            )
+
+    @property
+    def _reranker(self) -> Reranker:
+        """The module's settings; the default ones without a module."""
+        module: Any = self.trainer and self.trainer.lightning_module
+        return getattr(module, "reranker", None) or Reranker()
+
+    @property
+    def _texts(self) -> int:
+        return self._reranker.texts
+
+    def _reading(self, most: int | None) -> Reading:
+        return RerankingReading(setting=self._reranker.of_rows, most=most)
+
+    @property
+    def _other_texts(self) -> str:
+        return f"{self._texts} document(s)"

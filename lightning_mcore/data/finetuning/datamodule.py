@@ -248,11 +248,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
                 f"the data contains single answers, but {type(module).__name__} learns from pairs of answers; read"
                 " pairs with MCorePreferenceData, or train MCoreGPT"
             )
-        if hasattr(module, "embedding"):
-            raise ValueError(
-                f"the data contains single answers, but {type(module).__name__} learns from texts to compare; read"
-                " these with MCoreEmbeddingData, or train MCoreGPT"
-            )
+        for setting, reader in (("embedding", "MCoreEmbeddingData"), ("reranker", "MCoreRerankingData")):
+            if hasattr(module, setting):
+                raise ValueError(
+                    f"the data contains single answers, but {type(module).__name__} learns from texts to compare; read"
+                    f" these with {reader}, or train MCoreGPT"
+                )
 
     def train_dataloader(self) -> Any:
         """Return the loader of the training rows, shuffled in each epoch."""

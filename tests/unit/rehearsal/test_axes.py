@@ -28,6 +28,7 @@ from tests.support.rehearsed import (
     job,
     live_run,
     net_run,
+    reranking_run,
     taught_run,
     undigested_run,
 )
@@ -76,6 +77,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "hf_model-generation": partial(hf_run, "{llama}", kind=hf_modules.Writer),
     "lora-undigested": partial(undigested_run, model={"lora": {"r": 4}}, transformer=GATED),
     "embedding-tp2-pp2": partial(embedding_run, "{llama}", 8, **TP2, **PP2),
+    "reranking-tp2-pp2": partial(reranking_run, "{qwen2}", 8, **TP2, **PP2),
     "taught-tp2-pp2": partial(taught_run, "{llama}", "{llama}", 4, **TP2, **PP2),
     "images-of-a-file": partial(file_run, PLANNED["images-qwen3_5-tp2-sp-bf16"].arguments, 2, image_tokens=192, **TP2),
     "images": partial(live_run, PLANNED["images-qwen2_5-bf16"]),
@@ -112,6 +114,7 @@ OPTIONS = {
     "DPO, cDPO, robust": ("preference", "reference-model"),
     "distillation from a teacher": ("taught-tp2-pp2",),
     "text embeddings (`MCoreEmbedding`": ("embedding-tp2-pp2",),
+    "rerankers (`MCoreReranker`": ("reranking-tp2-pp2",),
     "gated delta nets": ("delta-nets-tp2",),
     "Kimi delta attention": ("kimi-tp2",),
     "images and video, distributed": ("images", "images-tp2", "images-of-a-file"),
