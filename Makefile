@@ -268,7 +268,7 @@ $(ECOSYSTEM)/.installed: $(INSTALLED) tests/ecosystem/requirements.txt
 	@touch $@
 
 test-ecosystem: $(ECOSYSTEM)/.installed  ## run packages that users combine with this one, and update the page of them
-	TEST_ECOSYSTEM=1 WRITE_WORKS_WITH=1 TRITON_INTERPRET=1 $(ECOSYSTEM)/bin/python -m pytest --numprocesses 2 $(PYTEST_ARGS) tests/ecosystem
+	TEST_ECOSYSTEM=1 $(if $(PYTEST_ARGS),,WRITE_WORKS_WITH=1) TRITON_INTERPRET=1 $(ECOSYSTEM)/bin/python -m pytest --numprocesses 2 $(PYTEST_ARGS) tests/ecosystem
 
 test-lightning:  ## run Lightning's own tests, unchanged, with ddp and with this strategy, and compare
 	@test -d "$(LIGHTNING)/tests/tests_pytorch" || { \

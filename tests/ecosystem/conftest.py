@@ -2,7 +2,7 @@
 """Collects the tests of this folder only for ``make test-ecosystem``, which installs the packages that they need.
 
 Each test is marked with the package that it runs and what it shows. The page ``docs/guides/works-with.md`` is made from
-the marks of the tests that passed, and ``WRITE_WORKS_WITH=1`` writes it.
+the marks of the tests that passed, and ``WRITE_WORKS_WITH=1`` writes it. If a test was skipped, its row stays as it is.
 """
 
 import importlib.metadata
@@ -17,7 +17,7 @@ START, END = "<!-- table: written by make test-ecosystem -->", "<!-- end of tabl
 if "TEST_ECOSYSTEM" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 
-_outcomes: dict[tuple[str, str], bool] = {}
+_outcomes: dict[tuple[str, str], set[str]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,11 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note whether all tests of a row passed."""
+    """Note what became of the tests of a row."""
     for name, value in report.user_properties:
         if name == "works_with":
-            row: tuple[str, str] = (value[0], value[1])
-            _outcomes[row] = _outcomes.get(row, True) and not report.failed and not report.skipped
+            _outcomes.setdefault((value[0], value[1]), set()).add(report.outcome)
 
 
 def _version(package: str) -> str:
@@ -48,11 +47,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the table, once all tests have been run."""
     if "WRITE_WORKS_WITH" not in os.environ or hasattr(session.config, "workerinput"):
         return
-    rows = [
-        f"| {package.partition('@')[0]} | {_version(package)} | {shows} |"
-        for (package, shows), passed in sorted(_outcomes.items(), key=lambda row: (row[0][0].lower(), row[0][1]))
-        if passed
-    ]
     before, _, rest = PAGE.read_text().partition(START)
+    earlier, _, after = rest.partition(END)
+    rows = []
+    for (package, shows), outcomes in sorted(_outcomes.items(), key=lambda row: (row[0][0].lower(), row[0][1])):
+        start, end = f"| {package.partition('@')[0]} | ", f" | {shows} |"
+        if outcomes == {"passed"}:
+            rows.append(f"{start}{_version(package)}{end}")
+        elif "failed" not in outcomes:
+            rows += [line for line in earlier.splitlines() if line.startswith(start) and line.endswith(end)]
     table = "\n".join(["| Package | Version | What was run |", "|---|---|---|", *rows])
-    PAGE.write_text(f"{before}{START}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{before}{START}\n\n{table}\n\n{END}{after}")

@@ -26,6 +26,7 @@ def test_kubeflow_knows_every_field() -> None:
     assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job  # it drops fields that it does not know
 
 
+@pytest.mark.works_with("skypilot", "`examples/cluster/skypilot.yaml`: accepted by its schema")
 def test_skypilot_accepts_the_task() -> None:
     schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed")
     import jsonschema

@@ -21,10 +21,6 @@ from tests.support.hf_models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
 
-pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-if "LLAMA_CPP" not in os.environ:
-    pytest.skip("LLAMA_CPP names no checkout of llama.cpp", allow_module_level=True)
-
 CONVERTER = Path(os.environ.get("LLAMA_CPP", "")) / "convert_hf_to_gguf.py"
 PROMPT, NEW = 6, 8  # tokens
 TOLERANCE = 1e-4  # of logits between -3 and 3
@@ -74,7 +70,9 @@ def with_tokenizer(folder: Path) -> str:
     "Llama, Mistral and Mixtral, trained on TP, PP and EP and exported: transformers' logits",
 )
 def test_an_exported_folder_is_converted_and_writes_what_the_model_in_training_wrote(tmp_path: Path) -> None:
-    import llama_cpp
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    if "LLAMA_CPP" not in os.environ:
+        pytest.skip("LLAMA_CPP names no checkout of llama.cpp")
     from transformers import AutoModelForCausalLM
 
     # llama.cpp's converter drops Mistral's sliding window
