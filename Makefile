@@ -265,6 +265,7 @@ $(ECOSYSTEM)/.installed: $(INSTALLED) tests/ecosystem/requirements.txt
 	$(RUN) -m venv --clear $(ECOSYSTEM)
 	{ echo "$(CURDIR)"; $(RUN) -c '$(BORROWED)'; } > "$$($(ECOSYSTEM)/bin/python -c '$(BORROWED)')/borrowed.pth"
 	$(ECOSYSTEM)/bin/python $(PIP) --requirement tests/ecosystem/requirements.txt
+	$(ECOSYSTEM)/bin/python -m pip install --quiet "megatron-energon>=7.4,<8"  # requires an older python-dateutil than .venv has
 	@touch $@
 
 test-ecosystem: $(ECOSYSTEM)/.installed  ## run packages that users combine with this one, and update the page of them

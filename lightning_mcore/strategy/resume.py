@@ -18,6 +18,7 @@ it is read.
 """
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -74,6 +75,7 @@ class ExactResume:
         self._num_loaders = 0
         self._window: tuple[int, RandomState] | None = None  # its first batch, and the random state before that
         self._random_of_training: RandomState | None = None  # while validation draws, and after the run
+        self._states_before_fetch: list[Any] | None = None  # of stateful loaders, before the last batch was read
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the state of this process."""
@@ -192,6 +194,7 @@ class ExactResume:
         self._restored = self._window = self._random_of_training = None
         assert self._strategy.lightning_module is not None
         fit = self._strategy.lightning_module.trainer.fit_loop
+        self._keep_states(fit)
         if restored is None:
             return
         loop_progress.restore_metrics(fit, restored.metrics)
@@ -199,6 +202,18 @@ class ExactResume:
             self._continue_epoch(fit, restored)
         else:
             self._leave_epoch(fit, restored)
+
+    def _keep_states(self, fit: Any) -> None:
+        """Keep the states of stateful loaders before each fetch, if their length is unknown."""
+        # Source: ``_PrefetchDataFetcher`` (2.6) reads such loaders one batch ahead, to know which batch is the last.
+        before_fetch = fit.epoch_loop._on_before_fetch
+
+        def keep() -> None:
+            if fit._data_fetcher.length is None:
+                self._states_before_fetch = copy.deepcopy(fit._combined_loader._state_dicts())
+            before_fetch()
+
+        self._restores.enter_context(mock.patch.object(fit.epoch_loop, "_on_before_fetch", keep))
 
     def _continue_epoch(self, fit: Any, restored: RankState) -> None:
         """Continue with the next batch of an epoch."""
@@ -309,9 +324,10 @@ class ExactResume:
         progress = LoopProgress.of(trainer)
         fit_state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # A rank that only receives its batches does not know the state of the loaders.
-        loaders, stateful = self._strategy.batches.from_reader(
-            (self._loader_states(trainer, progress), fit_state.get("combined_loader", []))
-        )
+        stateful = fit_state.get("combined_loader", [])
+        if getattr(trainer.fit_loop._data_fetcher, "batches", None) and self._states_before_fetch is not None:
+            stateful = self._states_before_fetch  # a batch has been read that no step has used
+        loaders, stateful = self._strategy.batches.from_reader((self._loader_states(trainer, progress), stateful))
         state = RankState(
             coordinates=self._coordinates(),
             progress=progress,

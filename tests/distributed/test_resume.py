@@ -344,6 +344,12 @@ class Remembering:
         self.done, self.epochs, self.restored = state["done"], state["epochs"], True
 
 
+class RememberingWithoutLength(Remembering):
+    """Lightning reads it one batch ahead, to know which batch is the last."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
 class Pairs(Dropping):
     """Learns from two loaders at once."""
 
@@ -505,6 +511,12 @@ CASES: dict[str, Case] = {
     "stateful-counted": Case(
         module=Counting,
         data=Remembering,
+        moments=("batch 2", "batch 8"),
+        trainer={"max_epochs": 2},
+    ),
+    "stateful-unsized": Case(
+        module=Dropping,
+        data=RememberingWithoutLength,
         moments=("batch 2", "batch 8"),
         trainer={"max_epochs": 2},
     ),
