@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
     from lightning_mcore.interop.auto_model import hf_model
     from lightning_mcore.interop.callback import SaveHFModel
-    from lightning_mcore.layers.lora import adapters_off
+    from lightning_mcore.layers.adapted_layers import adapters_off
     from lightning_mcore.layers.metrics import (
         PackingEfficiency,
         PaddingShare,
@@ -166,7 +166,7 @@ HOMES = {
     "TokenPerplexity": "layers.metrics",
     "TokenSample": "data.packing.best_fit",
     "TokensSeen": "layers.metrics",
-    "adapters_off": "layers.lora",
+    "adapters_off": "layers.adapted_layers",
     "add_lora": "layers.own_adapters",
     "build_from_checkpoint": "checkpoint.weights",
     "collate_padded": "data.packing.rows",

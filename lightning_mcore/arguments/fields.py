@@ -59,8 +59,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     hint = _with_values(hint)
     if accepts(hint, value):
         return
-    # ``int
-    #  None`` has only the choice None, so its error is about the type.
+    # ``int | None`` has only the choice None, so its error is about the type.
     choices = _choices(hint)
     if any(choice is not None for choice in choices):
         written = " (YAML reads an unquoted no as False)" if value is False and "no" in choices else ""

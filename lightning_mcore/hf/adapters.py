@@ -3,7 +3,8 @@
 
 The rules for exchanging weights (``weight_map.py``) say which rows of Megatron's tensors belong to which Hugging Face
 projection. Megatron's modules say which rectangle of a tensor a rank holds. So nothing here knows a family or a layout.
-``layers/lora.py`` has the adapters themselves, ``peft_folder.py`` reads them, ``MCoreGPT`` calls both.
+``layers/lora.py`` has the adapters, ``layers/adapted_layers.py`` puts them on layers, ``peft_folder.py`` reads them;
+``MCoreGPT`` calls both.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ from lightning_mcore.hf.pretrained import ModelPiece, pieces_of_module
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint
 from lightning_mcore.hf.weight_map import TOWER, WeightMap, held_rectangle, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
-from lightning_mcore.layers.lora import ADAPTABLE, ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
+from lightning_mcore.layers.adapted_layers import ADAPTABLE, ADAPTERS, LINEAR, adapt, freeze, merge, share_a
+from lightning_mcore.layers.lora import Projection, Rows
 from lightning_mcore.layers.quantized import quantize
 from lightning_mcore.layers.score import ScoreLayer
 from lightning_mcore.parallel.chunks import ModelChunks

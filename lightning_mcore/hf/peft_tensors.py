@@ -33,7 +33,8 @@ from lightning_mcore.config.lora import (
     parameter_of,
 )
 from lightning_mcore.hf.adapters import projection_names, weights_trained_whole
-from lightning_mcore.layers.lora import ADAPTERS, Adapter, Adapters, adapted_weight
+from lightning_mcore.layers.adapted_layers import ADAPTERS, adapted_weight
+from lightning_mcore.layers.lora import Adapter, Adapters
 from lightning_mcore.parallel.chunks import built_chunks
 
 ExpertLayout = Literal["stacked", "each"]

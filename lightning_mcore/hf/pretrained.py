@@ -38,7 +38,7 @@ from lightning_mcore.hf.source import HFSource, is_own_checkpoint
 from lightning_mcore.hf.weight_map import WeightMap, held_rectangle, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
-from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
+from lightning_mcore.layers.adapted_layers import ADAPTERS, adapted_weight, merging
 from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import all_gather_object, combine_on_rank0, run_on_all_ranks
 from lightning_mcore.parallel.fully_sharded import is_fully_sharded

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters on Megatron's layers, exact under tensor, sequence and expert parallelism.
 
-:func:`adapt` gives a linear layer one adapter per Hugging Face projection that it holds (``linear_qkv`` has three), so
-every adapter that PEFT wrote can be continued. The layer keeps its class, its names and its weights; its adapters are a
-child, ``linear_qkv.lora.q_proj.lora_A``. The A of one layer run as one product, and so do the B. The adapter of an
-embedding looks up columns of A; the shared experts' gate adds its adapter to its weight.
+A linear layer has one adapter per Hugging Face projection that it holds (``linear_qkv`` has three), so every adapter
+that PEFT wrote can be continued. The A of one layer run as one product, and so do the B. The adapter of an embedding
+looks up columns of A; the shared experts' gate adds its adapter to its weight.
 
 How an adapter is split follows the weight of its layer (s tokens, h inputs, r rank):
 
@@ -23,12 +22,13 @@ experts' own group   as above                as above                    gradien
 Under sequence parallelism a whole A of a column-parallel layer, and a whole B of a row-parallel one, see some of the
 tokens. ``sequence_parallel`` on the parameter makes Megatron's ``finalize_model_grads`` add their gradients up.
 
-``hf/adapters.py`` knows which rows belong to which projection; ``config/lora.py`` has the settings.
+``adapted_layers.py`` puts adapters on layers. ``hf/adapters.py`` knows which rows belong to which projection;
+``config/lora.py`` has the settings.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,14 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -51,24 +45,14 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mcore.config.lora import NOT_MERGED, LoRA
+from lightning_mcore.config.lora import LoRA
 from lightning_mcore.layers.host_values import version_of
-from lightning_mcore.layers.latent_experts import WholeLinear
 from lightning_mcore.parallel.groups import generator_of, process_group
-
-ADAPTERS = "lora"
-"""The name of a layer's child that holds its adapters."""
-
-LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, WholeLinear)
-if te.HAVE_TE:
-    LINEAR += (te.TELinear, te.TELayerNormColumnParallelLinear)
-ADAPTABLE: tuple[type, ...] = (*LINEAR, VocabParallelEmbedding, Router, SharedExpertMLP)
 
 
 @dataclass(frozen=True)
@@ -162,7 +146,7 @@ def _initial_a(projection: Projection, rank: int, lora: LoRA) -> Tensor:
 
 
 class Adapters(nn.ModuleDict):
-    """The adapters of one layer of ``ADAPTABLE``.
+    """The adapters of one layer.
 
     ``split`` is the weight's axis that is split over the ranks of ``group``: 0, 1, or None. An embedding's weight
     counts as transposed.
@@ -431,175 +415,9 @@ def _in_runs(entry: Any, projection: Projection) -> Any:
     return ShardedTensorFactory(entry.key, entry.data, build, torch.cat, entry.replica_id)
 
 
-class _Adapted:
-    """A class put before a layer's own; subclasses add the output of its adapters."""
-
-    lora: Adapters
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the sharded tensors of the layer and of its adapters."""
-        inner = f"{prefix}{ADAPTERS}."
-        own = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        # The layer's own method may list adapters as if they were whole on every rank.
-        own = {name: entry for name, entry in own.items() if not name.startswith(inner)}
-        if not self.lora.experts_differ:
-            return own | self.lora.sharded_state_dict(inner, sharded_offsets, metadata)
-        # Expert 5 of 8 has index 5 of a first axis of 8 in one tensor for all. If the others' adapters have another
-        # shape, or are not there, no such tensor exists. Its own is then called lora.5.up_proj.lora_A.
-        *outer, (_, expert, _) = sharded_offsets
-        adapters = self.lora.sharded_state_dict(inner, tuple(outer), metadata)
-        for name, entry in adapters.items():
-            adapters[name] = replace(entry, key=f"{inner}{expert}.{entry.key.removeprefix(inner)}")
-        return own | adapters
-
-
-class _AdaptedLinear(_Adapted):
-    """Adds the adapters of a linear layer to what it returns."""
-
-    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Run the layer and its adapters."""
-        output, bias = super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
-        if not self.lora.enabled:
-            return output, bias
-        # Without skip_bias_add the bias is already in the output.
-        added = getattr(self, "bias", None) if bias is None else None
-        if added is not None and added.numel() == 0:  # how TransformerEngine says that there is none
-            added = None
-        return self.lora.change(_normalised(self, inputs), output, self, added), bias
-
-
-class _AdaptedEmbedding(_Adapted):
-    """Adds the output of an embedding's adapter."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Run the embedding and its adapter."""
-        output: Tensor = super().forward(tokens)  # type: ignore[misc]
-        return output + self.lora.looked_up(tokens, self) if self.lora.enabled else output
-
-
-def adapted_weight(layer: Any) -> nn.Parameter:
-    """Return the frozen weight that a layer's adapters belong to."""
-    weight: nn.Parameter = layer._parameters[layer.lora.parameter]
-    return weight
-
-
-def _changed_weight(layer: Any) -> Tensor:
-    """Return the weight that shared experts read: their gate's frozen one, plus its adapter."""
-    weight = adapted_weight(layer)
-    adapters: Adapters = layer.lora
-    return adapters.changed(weight) if adapters.enabled else weight
-
-
-def _normalised(layer: Any, inputs: Tensor) -> Tensor:
-    """Return what a layer multiplies by its weight; some TransformerEngine layers begin with a fused norm."""
-    weight = getattr(layer, "layer_norm_weight", None)
-    if weight is None:
-        return inputs
-    weight = weight + 1 if layer.zero_centered_gamma else weight
-    if layer.normalization == "RMSNorm":
-        return functional.rms_norm(inputs, weight.shape, weight, layer.eps)
-    return functional.layer_norm(inputs, weight.shape, weight, layer.layer_norm_bias, layer.eps)
-
-
-def adapt(
-    layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None, experts_differ: bool = False
-) -> None:
-    """Give a layer of ``ADAPTABLE`` adapters, in place. With DoRA collective over the ranks that share the layer.
-
-    The layer has its weights and is not wrapped yet. ``split`` is as in :class:`Adapters`. ``experts_differ`` says that
-    the layer is in an expert, and that experts of a layer have different adapters.
-    """
-    adapters = Adapters(layer, projections, lora, split, experts_differ)
-    base: Any = type(layer)
-
-    def gating(router: Any, inputs: Tensor) -> Tensor:
-        logits: Tensor = base.gating(router, inputs)
-        return router.lora.change(inputs, logits, router, None) if router.lora.enabled else logits
-
-    bases: tuple[type, ...] = (base,)  # a router has a base without attributes, which allows no other before it
-    own: dict[str, Any] = {}
-    if isinstance(layer, Router):
-        own = {"gating": gating}
-    elif isinstance(layer, SharedExpertMLP):
-        own = {adapters.parameter: property(_changed_weight)}
-    else:
-        bases = (_AdaptedEmbedding if isinstance(layer, VocabParallelEmbedding) else _AdaptedLinear, base)
-    layer.__class__ = type(base.__name__, bases, own)
-    layer.add_module(ADAPTERS, adapters)
-    if lora.use_dora:
-        adapters.start_magnitudes(layer.weight)
-
-
 def group_of(layer: Any) -> Any:
     """Return the group that splits a layer's weight; TransformerEngine has another name for an expert's."""
     return getattr(layer, "_tp_group", None) or layer.tp_group
-
-
-def freeze(chunk: nn.Module) -> None:
-    """Freeze a chunk, but let gradients flow to its first layer."""
-    chunk.requires_grad_(False)
-    embedding = getattr(chunk, "embedding", None)
-    if embedding is not None:
-        embedding.register_forward_hook(_require_grad)
-
-
-def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Let gradients flow to the first layer: recomputation drops a block's gradients if its input needs none."""
-    return output if output.requires_grad or not module.training else output.requires_grad_()
-
-
-def share_a(layer: Any) -> None:
-    """Let all adapters of a layer share the first one's A; their ranks are equal."""
-    first, *others = layer.lora.values()
-    for other in others:
-        other.lora_A = first.lora_A
-
-
-def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
-    """Return a function that returns a layer's merged weight; None without adapters, or if they are switched off.
-
-    With DoRA collective over the ranks that share the layer; the returned function is not. Raises ValueError for a
-    quantized layer.
-    """
-    if hasattr(layer, "quantized"):
-        raise ValueError(NOT_MERGED)
-    adapters = layer._modules.get(ADAPTERS)
-    if not isinstance(adapters, Adapters) or not adapters.enabled:
-        return None
-    weight = adapted_weight(layer)
-    ratio = adapters.ratio(weight).detach() if adapters.uses_dora else None
-    return partial(adapters.merged, weight.detach(), ratio)
-
-
-def merge(layer: Any) -> None:
-    """Merge a layer's adapters into its weight and remove them; collective as :func:`merging` is."""
-    merged = merging(layer)
-    assert merged is not None
-    adapted_weight(layer).data.copy_(merged())
-    layer.__class__ = type(layer).__bases__[-1]
-    delattr(layer, ADAPTERS)
-
-
-@contextlib.contextmanager
-def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Run the model without its adapters inside the ``with`` block, for example as a reference model.
-
-    The results are the frozen weights' own, bit for bit. Modules that are trained in full stay as they are.
-
-    Args:
-        module: A module that holds adapters, wrapped or not.
-    """
-    found = [child for child in module.modules() if isinstance(child, Adapters)]
-    before = [child.enabled for child in found]
-    for child in found:
-        child.enabled = False
-    try:
-        yield
-    finally:
-        for child, enabled in zip(found, before, strict=True):
-            child.enabled = enabled
 
 
 def _order(adapters: Sequence[Adapter], rows: int) -> Tensor:

@@ -8,8 +8,9 @@ from megatron.core.transformer.mlp import MLP
 from torch import nn
 
 from lightning_mcore.config.lora import LoRA
+from lightning_mcore.layers.adapted_layers import LINEAR, adapt, freeze
 from lightning_mcore.layers.latent_experts import WholeLinear
-from lightning_mcore.layers.lora import LINEAR, Adapters, Projection, Rows, adapt, freeze, group_of
+from lightning_mcore.layers.lora import Adapters, Projection, Rows, group_of
 from lightning_mcore.parallel.consensus import all_gather_object
 
 

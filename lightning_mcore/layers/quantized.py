@@ -185,8 +185,8 @@ def _require_blocks(name: str, columns: int) -> None:
 def quantize(layer: Any, projections: Sequence[Projection], split: int | None, double_quantization: bool) -> None:
     """Keep a linear layer's weight in 4 bits, in place; collective over the ranks that share it.
 
-    The layer has its weight and, if any, its adapters. ``split`` is as in ``lora.adapt``. Raises ValueError if a row
-    does not hold whole blocks.
+    The layer has its weight and, if any, its adapters. ``split`` is as in ``adapted_layers.adapt``. Raises ValueError
+    if a row does not hold whole blocks.
     """
     _require_blocks(projections[0].name, layer.weight.shape[1])
     stored = NF4Weight(layer.weight.detach(), projections, group_of(layer), split, double_quantization)

@@ -30,9 +30,9 @@ from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.preference.pairs import check_pairs
 from lightning_mcore.hf.family import SCORING
 from lightning_mcore.hf.source import variant_name
+from lightning_mcore.layers.adapted_layers import adapters_off
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import ModelInputs, is_packed
-from lightning_mcore.layers.lora import adapters_off
 from lightning_mcore.layers.losses import sample_sums, tail_weights
 from lightning_mcore.layers.metrics import MeansOfKinds, RunningMean
 from lightning_mcore.layers.score import ScoreLayer, last_scores

@@ -35,19 +35,15 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import multiprocessing
 import os
-import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 import psutil
@@ -55,6 +51,18 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_mcore.parallel.rank_connections import Connections, Lines, connect, receive, send
+from lightning_mcore.parallel.rank_hub import Hub
+from lightning_mcore.parallel.rank_process import (
+    describe,
+    end_process,
+    is_alive,
+    is_of_a_connection,
+    neighbour_of,
+    say,
+    start_thread,
+    this_process,
+    without_a_word,
+)
 
 _GRACE = 10.0  # seconds for a rank to end by itself, once another has failed
 _LAST_GRACE = 20.0  # seconds for the rank that failed to clear up, if the others have not failed too
@@ -62,7 +70,6 @@ _MEETING = 15.0  # seconds to wait for the exceptions of the others; more than _
 _STOPPED = 10  # seconds that a rank may be stopped while another is not
 _TICK = 1.0
 _CAUSE_TIMEOUT = 1.0
-_LENGTH = 200  # characters from the beginning and from the end of an error
 
 SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -174,7 +181,7 @@ def has_failed() -> bool:
     return _process_state.watch is not None and _process_state.watch.has_failed
 
 
-# ---- one rank
+# ---- the thread of one rank; rank_hub.py decides what it hears
 
 
 class _Watch:
@@ -197,7 +204,7 @@ class _Watch:
         self._first_has_left = False
         self._deadline: float | None = None
         self._seconds_stopped = 0.0
-        _start_thread("rank watch", self._listen)
+        start_thread("rank watch", self._listen)
 
     @property
     def has_failed(self) -> bool:
@@ -233,7 +240,7 @@ class _Watch:
         with self._changed:
             if self._run != _process_state.runs:
                 self._start(is_in=True)
-            if _is_of_a_connection(error):  # often follows another rank's error
+            if is_of_a_connection(error):  # often follows another rank's error
                 self._wait_for_cause()
             is_first = self._cause is None or self._cause.endswith(describe(error))
             error.add_note(f"(on {self._me})" if is_first else f"(on {self._me}, after {self._cause})")
@@ -324,7 +331,7 @@ class _Watch:
         """Note that rank 0 has ended."""
         self._on_absent(0)
         if self._is_in and not self._first_has_left:
-            self._on_cause(self._run, _without_a_word(0))
+            self._on_cause(self._run, without_a_word(0))
 
     def _look_after_neighbour(self) -> None:
         """End a rank that is stopped too long. Time is counted in ticks of this rank, so it stops if this rank does."""
@@ -355,156 +362,23 @@ class _Watch:
                 return
             self.end_stopped_neighbour()
             if self._error is None:
-                _end(f"{self._me} is ended, because {self._cause}")
-            _end(f"{self._me} is ended: it failed, and has not cleared up in {_LAST_GRACE:g} s", self._error)
-
-
-# ---- rank 0
-
-
-class _Hub:
-    """The thread of rank 0 that receives messages from all ranks, itself included, and decides what they mean."""
-
-    def __init__(self, connections: Mapping[int, socket.socket]) -> None:
-        self._connections = dict(connections)
-        self._present = set(connections)
-        self._states = dict.fromkeys(connections, "out")  # of a run: "out", "in" or "failed"
-        self._runs = dict.fromkeys(connections, 0)
-        self._positions: dict[int, dict[str, int]] = {}
-        self._told = 0
-        _start_thread("rank watch hub", self._listen)
-
-    def _listen(self) -> None:
-        buffers = {rank: Lines() for rank in self._connections}
-        with selectors.DefaultSelector() as selector:
-            for rank, connection in self._connections.items():
-                selector.register(connection, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    rank = key.data
-                    received = receive(self._connections[rank]) or b""
-                    for name, *arguments in buffers[rank].split(received):
-                        getattr(self, f"_on_{name}")(rank, *arguments)
-                    if not received:
-                        selector.unregister(key.fileobj)
-                        self._on_end(rank)
-
-    def _send(self, name: str, *arguments: Any) -> None:
-        for rank in self._present:
-            send(self._connections[rank], name, *arguments)
-
-    def _on_enter(self, rank: int, run: int, positions: dict[str, int]) -> None:
-        self._states[rank], self._runs[rank], self._positions[rank] = "in", run, positions
-        # Only a failed run leaves ranks with different numbers of collectives.
-        if all(state == "in" for state in self._states.values()) and set(self._runs.values()) == {run}:
-            self._send("answer", run, out_of_step(self._positions) if self._told == run - 1 else None)
-
-    def _on_left(self, rank: int, run: int) -> None:
-        self._states[rank] = "out"
-        if rank == 0:
-            self._send("first_has_left")
-        self._judge(run)
-
-    def _on_failed(self, rank: int, run: int, error: str) -> None:
-        self._states[rank], self._runs[rank] = "failed", run
-        # Rank 2 of 4 fails: all hear the cause and have 10 seconds. If the other three raise too, the verdict is that
-        # all have failed, and no rank is ended.
-        self._send_cause(run, f"rank {rank} failed: {error}")
-        self._judge(run)
-
-    def _on_stopped(self, rank: int, run: int, cause: str) -> None:
-        self._send_cause(run, cause)
-
-    def _on_end(self, rank: int) -> None:
-        self._present.discard(rank)
-        self._connections[rank].close()
-        self._send("absent", rank)
-        if self._states[rank] == "in":
-            if self._told != self._runs[rank] and self._states[0] == "in":
-                say(f"{_without_a_word(rank)}; the run ends on all ranks")
-            self._send_cause(self._runs[rank], _without_a_word(rank))
-        self._judge(self._runs[rank])
-
-    def _send_cause(self, run: int, cause: str) -> None:
-        """Tell the first failure of a run."""
-        if self._told != run:
-            self._told = run
-            self._send("cause", run, cause)
-
-    def _judge(self, run: int) -> None:
-        """Say whether all ranks have failed, when no rank is in the run any more."""
-        open_ranks = [rank for rank in self._present if self._states[rank] == "in" or self._runs[rank] < run]
-        if not open_ranks:
-            failed = all(state == "failed" for state in self._states.values())
-            self._send("verdict", run, failed and len(self._present) == len(self._states))
-
-
-def out_of_step(positions: Mapping[int, Mapping[str, int]]) -> str | None:
-    """Return which ranks would not meet in a group's next collective, because they have issued fewer or more.
-
-    With {0: {"tp": 7}, 1: {"tp": 9}} it names ranks 0 and 1: rank 1 would use its tenth for rank 0's eighth.
-    """
-    seen: dict[str, tuple[int, int]] = {}
-    for rank in sorted(positions):
-        for group, position in positions[rank].items():
-            first, expected = seen.setdefault(group, (rank, position))
-            if position != expected:
-                return f"ranks {first} and {rank} are out of step since the run that failed"
-    return None
+                end_process(f"{self._me} is ended, because {self._cause}")
+            end_process(f"{self._me} is ended: it failed, and has not cleared up in {_LAST_GRACE:g} s", self._error)
 
 
 def _open_watch() -> _Watch | None:
     """Let all ranks watch; collective over the world."""
-    connected = connect(_this_process())
+    connected = connect(this_process())
     if connected is None:
         return None
     connections, processes = connected
     rank = dist.get_rank()
     if connections.of_first:
-        _Hub(connections.of_first)
-    return _Watch(rank, len(processes), connections, _neighbour(rank, processes))
+        Hub(connections.of_first)
+    return _Watch(rank, len(processes), connections, neighbour_of(rank, processes))
 
 
-# ---- processes
-
-
-def say(sentence: str) -> None:
-    """Print a sentence for the user, whatever the main thread is doing."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"error: {sentence}\n".encode(errors="replace"))
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as one line."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = ""
-    if len(text) > 2 * _LENGTH:
-        text = f"{text[:_LENGTH]} ... {text[-_LENGTH:]}"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _without_a_word(rank: int) -> str:
-    return f"rank {rank} ended without an error message (killed, out of memory, or a crash outside Python)"
-
-
-def _is_of_a_connection(error: BaseException) -> bool:
-    """Return whether an error may come from a collective whose peer has ended."""
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in ("peer", "gloo", "nccl"))
-
-
-def _end(sentence: str, error: BaseException | None = None) -> NoReturn:
-    """End this process from a thread: its main thread may never run again."""
-    text = "".join(traceback.format_exception(error)) if error is not None else ""
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="replace"))
-    say(sentence)
-    for stream in (sys.stdout, sys.stderr):
-        _start_thread("flush", stream.flush).join(_TICK)  # the main thread may hold its lock
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(1)
+# ---- before all ranks are connected, and after a failure
 
 
 @functools.cache
@@ -513,12 +387,12 @@ def _end_soon_at_exit() -> None:
 
     def end_soon() -> None:
         time.sleep(_GRACE)
-        _end(f"this process is ended: its run failed, and it has not ended by itself in {_GRACE:g} s")
+        end_process(f"this process is ended: its run failed, and it has not ended by itself in {_GRACE:g} s")
 
     def at_exit() -> None:
         if _process_state.failure is None:
             return
-        _start_thread("rank watch ends", end_soon)
+        start_thread("rank watch ends", end_soon)
         if _process_state.watch is not None:
             _process_state.watch.end_stopped_neighbour()
         if id(getattr(sys, "last_value", None)) == _process_state.failure:
@@ -526,38 +400,6 @@ def _end_soon_at_exit() -> None:
                 child.kill()
 
     atexit.register(at_exit)
-
-
-def _start_thread(name: str, function: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=function, name=name, daemon=True)
-    thread.pydev_do_not_trace = True  # type: ignore[attr-defined] # so that a breakpoint does not stop it
-    thread.start()
-    return thread
-
-
-def _this_process() -> tuple[str, str, int, float]:
-    """Return what identifies this process: its machine, container, number and start time."""
-    with contextlib.suppress(OSError):
-        return socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid(), psutil.Process().create_time()
-    return socket.gethostname(), "", os.getpid(), psutil.Process().create_time()
-
-
-def _lives(process: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> tuple[int, psutil.Process] | None:
-    """Return the next rank on this machine, and its process; each rank looks after one other."""
-    # Ranks 0 to 3 on one machine watch 1, 2, 3 and 0; a start time tells a new process with the same number.
-    ring = [other for other, process in enumerate(processes) if process[:2] == processes[rank][:2]]
-    other = ring[(ring.index(rank) + 1) % len(ring)]
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(processes[other][2])
-        if other != rank and process.create_time() == processes[other][3]:
-            return other, process
-    return None
 
 
 def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], connected: threading.Event) -> None:
@@ -568,11 +410,13 @@ def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], 
 
     def watch() -> None:
         while not connected.wait(_TICK / 4):
-            if launcher and not _lives(launcher):
-                _end("this rank is ended, because the process that started it ended before all ranks were connected")
+            if launcher and not is_alive(launcher):
+                end_process(
+                    "this rank is ended, because the process that started it ended before all ranks were connected"
+                )
             for rank, child in enumerate(children(), start=1):
                 if child.poll():
                     say(f"rank {rank} of this machine ended with exit code {child.returncode} before all had started")
                     return
 
-    _start_thread("rank watch starts", watch)
+    start_thread("rank watch starts", watch)

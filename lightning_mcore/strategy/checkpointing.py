@@ -51,6 +51,7 @@ from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
 from lightning_mcore.parallel.consensus import all_true, combine_on_rank0, run_on_all_ranks, run_on_rank0
 from lightning_mcore.parallel.groups import collectives_issued
+from lightning_mcore.parallel.rank_hub import out_of_step
 from lightning_mcore.strategy.module import MCoreModule
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class Checkpoints:
         device = self._strategy.root_device
 
         def have_all_issued_the_same(positions: list[dict[str, int]]) -> str | None:
-            return rank_watch.out_of_step(dict(enumerate(positions)))
+            return out_of_step(dict(enumerate(positions)))
 
         # Unequal counts would pair the wrong collectives: rank 0's 41st all-reduce with rank 1's 40th.
         if (said := combine_on_rank0(collectives_issued, have_all_issued_the_same)) is not None:

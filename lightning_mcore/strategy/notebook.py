@@ -59,7 +59,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_mcore.parallel.attributes import attributes_set
-from lightning_mcore.parallel.rank_watch import describe
+from lightning_mcore.parallel.rank_process import describe
 from lightning_mcore.strategy.checkpointing import last_checkpoint
 
 _GRACE = 30.0  # seconds for the other ranks to end by themselves, once one has failed or the run was interrupted

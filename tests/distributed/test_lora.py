@@ -27,7 +27,8 @@ from lightning_mcore.hf import export_checkpoint, export_model
 from lightning_mcore.hf.peft_tensors import adapter_pieces
 from lightning_mcore.hf.source import planned_settings
 from lightning_mcore.interop.export_adapter import save_adapter
-from lightning_mcore.layers.lora import Projection, adapt
+from lightning_mcore.layers.adapted_layers import adapt
+from lightning_mcore.layers.lora import Projection
 from lightning_mcore.layers.lora import Rows as RowsOfLayer
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.planning.adapters import with_adapters

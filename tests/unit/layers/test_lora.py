@@ -18,7 +18,7 @@ from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import projection_names
 from lightning_mcore.hf.peft_folder import given_lora, read_lora
 from lightning_mcore.hf.peft_tensors import require_stackable
-from lightning_mcore.layers.lora import merging
+from lightning_mcore.layers.adapted_layers import merging
 from lightning_mcore.layers.quantized import check_quantization
 from lightning_mcore.planning.arguments import arguments_in_use
 from tests.support.hf_models import tiny_folder

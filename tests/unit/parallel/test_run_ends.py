@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy
-from lightning_mcore.parallel import consensus, rank_watch
+from lightning_mcore.parallel import consensus, rank_hub, rank_process, rank_watch
 from lightning_mcore.parallel.groups import open_single_process
 from lightning_mcore.parallel.rank_connections import Lines
 from lightning_mcore.strategy import checkpointing
@@ -215,9 +215,9 @@ def test_an_error_is_told_in_one_line_even_if_it_cannot_be_printed() -> None:
         def __str__(self) -> str:
             raise ValueError("no text")
 
-    assert rank_watch.describe(ValueError("two\nlines")) == "ValueError: two lines"
-    assert rank_watch.describe(UnprintableError()) == "UnprintableError"
-    assert len(rank_watch.describe(ValueError("x" * 10_000))) < 1000
+    assert rank_process.describe(ValueError("two\nlines")) == "ValueError: two lines"
+    assert rank_process.describe(UnprintableError()) == "UnprintableError"
+    assert len(rank_process.describe(ValueError("x" * 10_000))) < 1000
 
 
 def test_messages_come_whole_however_they_are_cut() -> None:
@@ -242,8 +242,8 @@ def test_a_device_that_never_ends_its_work_is_not_waited_for(monkeypatch: pytest
 
 
 def test_ranks_that_issued_other_numbers_of_collectives_are_out_of_step() -> None:
-    assert rank_watch.out_of_step({0: {"dp": 3, "tp": 1}, 1: {"dp": 3}}) is None
-    assert rank_watch.out_of_step({0: {"dp": 3}, 1: {}, 2: {"dp": 4}}) == (
+    assert rank_hub.out_of_step({0: {"dp": 3, "tp": 1}, 1: {"dp": 3}}) is None
+    assert rank_hub.out_of_step({0: {"dp": 3}, 1: {}, 2: {"dp": 4}}) == (
         "ranks 0 and 2 are out of step since the run that failed"
     )
 
