@@ -36,7 +36,7 @@ from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
-from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.models.kinds import kind_of
 from lightning_mcore.optimizer.rules import megatron_config_faults
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
@@ -150,13 +150,12 @@ def make_precision(settings: Mapping[str, Any]) -> MCorePrecision:
 def make_model(
     settings: Mapping[str, Any], transformer: Mapping[str, Any], kind: type[MCoreGPT] = MCoreGPT
 ) -> MCoreGPT:
-    """Build the model at ``settings["path"]``; with ``preference``, an ``MCorePreference``.
+    """Build the model at ``settings["path"]``; with ``preference``, ``embedding`` or ``reranker``, that kind of model.
 
     ``settings`` is ``RunSettings.model``; its ``transformer`` fields override the given ones. Errors are the same as
     for ``MCoreGPT.from_pretrained``.
     """
-    if "preference" in settings:
-        kind = MCorePreference
+    kind = kind_of(settings, kind)
     return kind.from_pretrained(**{**settings, "transformer": {**transformer, **settings.get("transformer", {})}})
 
 

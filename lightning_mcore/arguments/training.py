@@ -8,7 +8,7 @@ and a GPU for bf16; here the strategy chooses the device, so arguments can be re
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Seq2SeqTrainingArguments as HFSeq2SeqTrainingArguments
 from transformers import TrainingArguments as HFTrainingArguments
@@ -19,6 +19,7 @@ from lightning_mcore.arguments.mapping import newest_checkpoint, run_settings
 from lightning_mcore.arguments.megatron import MegatronArguments
 from lightning_mcore.arguments.training_rules import (
     REFUSED,
+    TEXT_METRICS,
     check_course,
     check_foreign,
     check_loggers,
@@ -27,6 +28,7 @@ from lightning_mcore.arguments.training_rules import (
     check_validation,
 )
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.value_checks import require_choice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -203,6 +205,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         lora: Any = None,
         adapters: list[str] | None = None,
         preference: Any = None,
+        embedding: Any = None,
+        reranker: Any = None,
     ) -> "MCoreGPT":
         """Build the model from a Hugging Face model, with the optimizer and fields of these arguments.
 
@@ -214,6 +218,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             adapters: PEFT adapters to merge first, as for ``MCoreGPT.from_pretrained``.
             preference: A ``Preference``, for an ``MCorePreference`` that learns from pairs of answers; ``DPOConfig``
                 makes one.
+            embedding: An ``Embedding``, for an ``MCoreEmbedding``.
+            reranker: A ``Reranker``, for an ``MCoreReranker``.
 
         Raises:
             FileNotFoundError: There is no such model.
@@ -226,9 +232,11 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
         loss = None if preference is None else Preference.of(preference).loss
         # Which metrics exist depends on the loss, so this check could not run earlier.
-        check_metric(self.metric_for_best_model, loss)
         given = {"lora": lora, "adapters": adapters, "preference": preference}
         more = {name: value for name, value in given.items() if value}
+        texts = {"embedding": embedding, "reranker": reranker}
+        more |= {name: value for name, value in texts.items() if value is not None}
+        check_metric(self.metric_for_best_model, loss, next((kind for kind in TEXT_METRICS if kind in more), None))
         settings = self.settings(path, seq_length=seq_length, on_cpu=self.on_cpu)
         for note in settings.notes:
             rank_zero_info(note)
@@ -241,6 +249,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         seq_length: int,
         *,
         pairs: bool = False,
+        queries: Literal["embedding", "reranker"] | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> "MCoreFinetuningData":
         """Build the data module for fine-tuning on files.
@@ -250,18 +259,28 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             tokenizer: A tokenizer, as for ``MCoreFinetuningData``.
             seq_length: Tokens per row.
             pairs: Read pairs of answers with ``MCorePreferenceData``; ``per_device_train_batch_size`` counts pairs.
+            queries: Read queries with texts, with ``MCoreEmbeddingData`` or ``MCoreRerankingData``;
+                ``per_device_train_batch_size`` counts queries.
             overrides: Other arguments of ``MCoreFinetuningData``, such as ``validation_files``.
 
         Raises:
             ValueError: A setting is not allowed.
         """
         from lightning_mcore.arguments.build import make_data
+        from lightning_mcore.data.embedding.datamodule import MCoreEmbeddingData, MCoreRerankingData
         from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
         from lightning_mcore.data.preference.datamodule import MCorePreferenceData
 
         settings, given = self.settings(seq_length=seq_length).data, overrides or {}
         check_validation(self, given)
-        kind = MCorePreferenceData if pairs else MCoreFinetuningData
+        if pairs and queries:
+            raise ValueError(f"pairs=True and queries={queries!r} are two kinds of data; leave one of them out")
+        require_choice("queries", queries, Literal["embedding", "reranker"], or_none=True)
+        readers: dict[str | None, type[MCoreFinetuningData]] = {
+            "embedding": MCoreEmbeddingData,
+            "reranker": MCoreRerankingData,
+        }
+        kind = MCorePreferenceData if pairs else readers.get(queries, MCoreFinetuningData)
         return make_data({"train_files": train_files, "tokenizer": tokenizer, **settings, **given}, kind)
 
     def seed_everything(self) -> None:

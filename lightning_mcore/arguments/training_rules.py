@@ -22,8 +22,12 @@ METRICS = {
     "accuracy": "val_accuracy",
     "rewards/accuracies": "val_rewards/accuracies",
     "rewards/margins": "val_rewards/margins",
+    "mrr": "val_mrr",
+    "ndcg": "val_ndcg",
 }
 """Names of metrics in arguments, and the names under which a module logs them."""
+TEXT_METRICS = {"embedding": ("loss", "accuracy", "mrr"), "reranker": ("loss", "accuracy", "mrr", "ndcg")}
+"""Those of models that learn from queries with texts, by the kind of model."""
 LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
 _OPTIMIZERS = {"adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
 _SCHEDULES_BY_LOSS = ("reduce_lr_on_plateau", "greedy")  # they need the loss of an evaluation
@@ -269,11 +273,15 @@ def _check_saving(arguments: Any) -> None:
         )
 
 
-def check_metric(metric: str | None, loss: str | None) -> None:
+def check_metric(metric: str | None, loss: str | None, kind: str | None = None) -> None:
     """Raise ValueError for a ``metric_for_best_model`` that the module does not log.
 
-    ``loss`` is the loss of ``Preference``, or None for a module that learns from single answers.
+    ``loss`` is the loss of ``Preference``, or None for a module that learns from single answers; ``kind`` is the kind
+    of model that learns from queries with texts, if it is one.
     """
+    if kind is not None:
+        _require_metric(metric, TEXT_METRICS[kind])
+        return
     # KTO learns from single tagged answers, so it has no accuracy of pairs.
     pairs = [name for name in METRICS if name.startswith("rewards/") and (loss, name) != ("kto", "rewards/accuracies")]
     _require_metric(metric, ["loss", "perplexity", "accuracy"] if loss is None else ["loss", *pairs])

@@ -48,11 +48,8 @@ from lightning_mcore.interop.export_plan import (
 )
 from lightning_mcore.interop.export_tensors import StoredTensors, exchange, places_of_all, ready_to_read
 from lightning_mcore.layers.session import single_process
-from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
-from lightning_mcore.models.preference import MCorePreference
-from lightning_mcore.models.reranker import MCoreReranker
-from lightning_mcore.models.vision import MCoreVisionGPT
+from lightning_mcore.models.kinds import kind_of
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 
@@ -140,7 +137,7 @@ def _export_stored(
         if settings["lora"].get("quantization") and not adapter:
             raise ValueError(NOT_MERGED)
         layout = experts if adapter else None
-        _export_adapted(_kind_of(settings), path, out, layout, options)
+        _export_adapted(kind_of(settings), path, out, layout, options)
         return
     for option, given in (("adapter", adapter), ("merge", merge)):
         if given:
@@ -151,17 +148,6 @@ def _export_stored(
     with new_folder(out) as folder, _progress(plan, out) as bar, saving(out):
         _write_all(plan, folder, stored.read, bar)
         _finish(plan, description, folder)
-
-
-def _kind_of(settings: Mapping[str, Any]) -> type[MCoreGPT]:
-    """Return the class whose arguments a checkpoint records."""
-    kinds = {
-        "preference": MCorePreference,
-        "embedding": MCoreEmbedding,
-        "reranker": MCoreReranker,
-        "vision": MCoreVisionGPT,
-    }
-    return next((kind for name, kind in kinds.items() if name in settings), MCoreGPT)
 
 
 def _export_adapted(kind: type[MCoreGPT], path: str, out: str, experts: Any, options: ExportOptions) -> None:

@@ -20,10 +20,7 @@ from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.models.distillation import MCoreDistillation
-from lightning_mcore.models.embedding import MCoreEmbedding
-from lightning_mcore.models.gpt import MCoreGPT
-from lightning_mcore.models.preference import MCorePreference
-from lightning_mcore.models.reranker import MCoreReranker
+from lightning_mcore.models.kinds import kind_of
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.model import backend_of
 from lightning_mcore.planning.rules import check_run
@@ -175,6 +172,4 @@ def _build(
         student = MCoreDistillation(**arguments)
         student.teacher._starts_from = None  # its config says how large it is, and its weights need no values
         return trainer, student, (loader, loader)
-    kinds = {"embedding": MCoreEmbedding, "reranker": MCoreReranker, "preference": MCorePreference}
-    kind = next((kind for name, kind in kinds.items() if name in model), MCoreGPT)
-    return trainer, kind(**arguments), (loader, loader)
+    return trainer, kind_of(model)(**arguments), (loader, loader)

@@ -23,6 +23,7 @@ from tests.support.argument_table import LIVE, Run
 from tests.support.chats import characters, exchanges, write
 from tests.support.hf_models import save_tiny
 from tests.support.ranks import run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import Watch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
@@ -259,3 +260,45 @@ def test_an_evaluation_before_the_first_step_is_logged(tmp_path: Path) -> None:
     row = dict(zip(header.split(","), first.split(","), strict=True))
     assert row["step"] == "0"
     assert float(row["val_loss"]) > 0
+
+
+def learned_from_queries(base: str, file: str, out: str, kind: Any, metric: str) -> tuple[Any, ...]:
+    """Train on queries for three steps, keep the best checkpoint, and return what is there."""
+    from lightning_mcore.arguments import TrainingArguments, parse_arguments
+
+    given = {
+        **{"output_dir": out, "max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2},
+        **{"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_cpu": True, "learning_rate": 0.01},
+        **{"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "report_to": "none"},
+        **{"metric_for_best_model": metric, "gradient_accumulation_steps": 2},
+    }
+    (args,) = parse_arguments(words(given), TrainingArguments)
+    model = args.model(base, seq_length=SEQ_LENGTH, **{kind: {"negatives": 1} if kind == "embedding" else {}})
+    data = args.data(file, base, SEQ_LENGTH, queries=kind, overrides={"validation_files": file, "cache_dir": out})
+    trainer = args.trainer(devices=2, plugins=[LightningEnvironment()])
+    trainer.fit(model, data)
+    return trainer.global_step, type(model).__name__, trainer.checkpoint_callback.monitor
+
+
+@pytest.mark.parametrize(("kind", "metric"), [("embedding", "mrr"), ("reranker", "ndcg")])
+def test_arguments_train_on_queries_and_keep_the_best(kind: str, metric: str, tmp_path: Path) -> None:
+    from tests.parity.test_embedding import embedding_base, write_queries
+
+    base, file = embedding_base(tmp_path / "base"), write_queries(tmp_path / "a.jsonl", 24)
+    found = run_ranks(2, learned_from_queries, base, file, str(tmp_path / "out"), kind, metric, timeout=120)
+    names = {"embedding": "MCoreEmbedding", "reranker": "MCoreReranker"}
+    assert found == [(3, names[kind], f"val_{metric}")] * 2
+
+
+def test_arguments_for_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    from lightning_mcore.arguments import TrainingArguments
+
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "save_strategy": "best"}
+    args = TrainingArguments(**given, eval_strategy="steps", metric_for_best_model="perplexity", report_to="none")
+    with refuses(ValueError, "metric_for_best_model='perplexity' is not logged"):
+        args.model("model", reranker={})
+    more: dict[str, Any] = {"overrides": {"validation_share": 0.5}}
+    with refuses(ValueError, "pairs=True and queries='reranker'"):
+        args.data("a.jsonl", None, SEQ_LENGTH, pairs=True, queries="reranker", **more)
+    with refuses(ValueError, "queries='rerankers'"):
+        args.data("a.jsonl", None, SEQ_LENGTH, queries="rerankers", **more)  # type: ignore[arg-type]
