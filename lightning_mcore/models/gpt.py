@@ -225,7 +225,7 @@ class MCoreGPT(SpeedLogs):
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
         The weights are read when the model is built; each rank reads the parts that it holds. A run that resumes from
-        its own checkpoint does not read them. On a subclass, all its constructor arguments are accepted.
+        its own checkpoint does not read them. A subclass must accept the constructor arguments of this class.
 
         Args:
             path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint from

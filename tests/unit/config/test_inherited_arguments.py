@@ -15,6 +15,8 @@ from lightning_mcore import (
     MCoreGPT,
     MCorePreference,
     MCorePreferenceData,
+    MCoreReranker,
+    MCoreRerankingData,
     MCoreVisionData,
     MCoreVisionGPT,
 )
@@ -34,11 +36,13 @@ MODELS = [  # a class, the arguments of its own, and those of MCoreGPT that it l
     (MCorePreference, {"preference"}, {"loss_normalization"}),
     (MCoreDistillation, {"distillation"}, set()),
     (MCoreEmbedding, {"embedding"}, {"loss_normalization"}),
+    (MCoreReranker, {"reranker"}, {"loss_normalization"}),
     (MCoreVisionGPT, {"vision", "freeze"}, {*OF_POSITIONS, "train_only"}),
 ]
 DATA = [
     (MCorePreferenceData, set(), OF_CONVERSATIONS),
     (MCoreEmbeddingData, set(), {*OF_CONVERSATIONS, "template"}),
+    (MCoreRerankingData, set(), {*OF_CONVERSATIONS, "template"}),
     (MCoreVisionData, OF_IMAGES, OF_STREAMS),
 ]
 
