@@ -333,13 +333,7 @@ class Activations:
     def _chunk(self, chunk: ChunkLayers) -> tuple[float, float]:
         """Return the bytes that forward keeps of a microbatch, and those that backward's worst moment takes beside."""
         run, fields, form = self.run, self.run.fields, self.run.formats
-        alike: dict[object, tuple[float, float]] = {}
-        layers = []
-        for layer in chunk.layers:  # layers with the same parts are alike; adapters may differ
-            key: object = fields.kind(layer) if fields.adapters is None else layer
-            alike[key] = alike.get(key) or self._layer(layer)
-            layers.append(alike[key])
-        kept, again = self._recomputed(layers)
+        kept, again = self._layers(chunk)
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
         output = self._output if chunk.output else 0.0
         output += self._multi_token_bytes() * chunk.mtp
@@ -355,6 +349,22 @@ class Activations:
         at_output = self._at_output() + self._logits_of_teacher if chunk.output else 0.0
         beside = max(at_output, in_layers - output, of_worst - kept, in_teacher - kept, 0.0)
         return kept + of_tower, beside
+
+    def left(self, chunk: ChunkLayers, done: int) -> float:
+        """Return the bytes while backward goes through a layer of a chunk, with ``done`` layers behind it."""
+        kept, again = self._layers(chunk)
+        in_layer = again + self._in_layer(any(self.run.fields.is_moe[layer] for layer in chunk.layers))
+        return kept * (1 - done / len(chunk.layers)) + in_layer
+
+    def _layers(self, chunk: ChunkLayers) -> tuple[float, float]:
+        """Return the bytes that the layers of a chunk keep, and those needed again while one is recomputed."""
+        fields, layers = self.run.fields, []
+        alike: dict[object, tuple[float, float]] = {}
+        for layer in chunk.layers:  # layers with the same parts are alike; adapters may differ
+            key: object = fields.kind(layer) if fields.adapters is None else layer
+            alike[key] = alike.get(key) or self._layer(layer)
+            layers.append(alike[key])
+        return self._recomputed(layers)
 
     @property
     def _of_teacher(self) -> tuple[float, float]:

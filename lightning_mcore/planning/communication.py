@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from lightning_mcore.config.architecture import Mixer
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.formats import Formats
+from lightning_mcore.planning.formats import WHOLLY, Formats
 from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, part_of, stage_layers
 from lightning_mcore.planning.parameters import count_of
 from lightning_mcore.planning.sizes import Sizes
@@ -60,6 +60,9 @@ def communication_volume(run: Sizes, stage: int) -> list[AxisVolume]:
     parameters = count_of(run.tensors(stage))
     bytes_each = formats.gradient + (formats.gathered if formats.distributed else formats.gradient)
     bytes_each += formats.parameter if formats.layer_wise else 0
+    if formats.sharding:  # in each microbatch, shared parameters for forward and again for backward
+        gathers = 2 if formats.sharding == WHOLLY else 1
+        bytes_each = run.batch.num_microbatches * (formats.gradient + gathers * formats.parameter)
     for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):
         volumes[axis].sent += count * bytes_each * _ring(volumes[axis].group_size)
     if stage == 0:
@@ -78,7 +81,7 @@ def _volumes(layout: ParallelLayout, world_size: int, formats: Formats) -> dict[
     dp, edp = layout.data_parallel_size(world_size), layout.expert_data_parallel_size(world_size)
     layers = "all-gather and reduce-scatter" if layout.sequence_parallel else "all-reduce"
     gradients = "gradients reduce-scatter, parameters all-gather"
-    gradients = gradients if formats.distributed else "gradients all-reduce"
+    gradients = gradients if formats.distributed or formats.sharding else "gradients all-reduce"
     gradients += ", parameters broadcast" if formats.layer_wise else ""
     rows = [
         AxisVolume("tp", tp, 1, f"{layers} of activations", True),
@@ -86,8 +89,8 @@ def _volumes(layout: ParallelLayout, world_size: int, formats: Formats) -> dict[
         AxisVolume("ep", ep, etp, "tokens to experts and back", True),
         AxisVolume("etp", etp, 1, "all-gather and reduce-scatter of experts' tokens", True),
         AxisVolume("pp", pp, world_size // pp, "activations forward, gradients back", True),
-        AxisVolume("dp", dp * cp, tp, gradients, False),
-        AxisVolume("edp", edp, etp * ep, f"experts' {gradients}", False),
+        AxisVolume("dp", dp * cp, tp, gradients, bool(formats.sharding)),
+        AxisVolume("edp", edp, etp * ep, f"experts' {gradients}", bool(formats.sharding)),
         AxisVolume("tower", tp, 1, "vision tower's gradients all-reduce", False),
         AxisVolume("embedding", min(pp, 2), (pp - 1) * world_size // pp, "tied embedding's gradient all-reduce", False),
     ]

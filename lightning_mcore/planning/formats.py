@@ -18,6 +18,8 @@ OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_m
 BYTES = {"32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2), "16-mixed": (2, 4), "16-true": (2, 2)}
 """Bytes of a parameter and of its gradient."""
 _BACKENDS = ("local", "transformer_engine")
+WHOLLY = "optim_grads_params"
+"""The ``data_parallel_sharding`` that also shares parameters."""
 
 
 def optimizer_of(model: Mapping[str, Any]) -> str:
@@ -38,6 +40,8 @@ class Formats:
     optimizer: str  # A name of :data:`OPTIMIZERS`
     distributed: bool  # whether the optimizer state is sharded over the data-parallel ranks, by ranges of elements
     layer_wise: bool = False  # whether it is sharded by whole parameters
+    sharding: str | None = None  # ``data_parallel_sharding``: whether gradients and parameters are shared, too
+    unit_size: int | None = None  # elements that it gathers ahead, times 2; None for Megatron's default
     instances: int = 1  # groups of these ranks, each of which holds a whole state
     bucket_size: int | None = None  # elements of a bucket; None for one bucket, 0 for Megatron's default
     large_buckets: bool = False  # ``pad_buckets_for_high_nccl_busbw``
@@ -85,6 +89,8 @@ class Formats:
             optimizer=optimizer,
             distributed=bool(strategy.get("use_distributed_optimizer") or ddp.get("use_distributed_optimizer")),
             layer_wise=bool(strategy.get("use_layer_wise_distributed_optimizer")),
+            sharding=strategy.get("data_parallel_sharding"),
+            unit_size=ddp.get("suggested_communication_unit_size"),
             instances=ddp.get("num_distributed_optimizer_instances") or 1,
             bucket_size=(ddp.get("bucket_size") or 0) if overlaps else None,
             large_buckets=bool(ddp.get("pad_buckets_for_high_nccl_busbw")),

@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.config.rules.strategy import GRADIENT_SETTINGS
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.planning.chunks import plan_of_chunks
 from lightning_mcore.planning.machines import Machine
@@ -95,7 +94,7 @@ def _strategy(strategy: Any) -> dict[str, Any]:
     gradients, overlap = strategy.gradients, strategy.tensor_overlap
     values = {
         **vars(strategy.layout),
-        **{name: getattr(gradients, name) for name in GRADIENT_SETTINGS},
+        **{field.name: getattr(gradients, field.name) for field in dataclasses.fields(gradients)},
         "overlap_p2p_comm": strategy.overlap_p2p_comm,
         "microbatch_group_size_per_vp_stage": strategy.microbatch_group_size,
         "tp_comm_overlap": overlap.enabled,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer with a memory keeps for backward, measured on tensors that have shapes and no values.
 
-Such layers (``layers/recurrent.py``) are plain PyTorch on every device, and ranks divide their heads, so one layer, run
-forward on the meta device, says what any rank keeps. Attention and feed-forward parts are listed tensor by tensor
-instead (``activation_memory.py``), because those of TransformerEngine cannot run without a GPU.
+Such layers (``layers/recurrent.py``) are plain PyTorch on every device, also their norms, for which a GPU has no kernel
+of its own, and ranks divide their heads. So one layer, run forward on the meta device, says what any rank keeps.
+Attention and feed-forward parts are listed tensor by tensor instead (``activation_memory.py``), because those of
+TransformerEngine cannot run without a GPU.
 """
 
 from collections.abc import Collection

@@ -128,12 +128,6 @@ def make_plan(
         ValueError: There are no devices. Faults of the run are in the plan's ``errors``.
     """
     run = check_run(settings, devices, backend)
-    if sharding := run.rules.strategy.get("data_parallel_sharding"):
-        unknown = (
-            f"data_parallel_sharding={sharding!r} is not planned yet, because how much a rank gathers ahead depends on"
-            " the run; lightning-mcore rehearse counts its memory"
-        )
-        run = replace(run, errors=(*run.errors, unknown), is_computable=False)
     plan = new_plan(run, devices_per_node, machine, memory_limit)
     try:
         if run.fields is not None:

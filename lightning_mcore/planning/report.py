@@ -6,8 +6,7 @@ come last, where they are seen first.
 """
 
 from collections.abc import Iterator, Sequence
-from textwrap import wrap
-from typing import Any
+from textwrap import fill, wrap
 
 from lightning_mcore.config.text import counted
 from lightning_mcore.planning.communication import AxisVolume
@@ -31,10 +30,7 @@ _GROUPS = ("tp", "cp", "dp", "pp", "dp_cp", "etp", "ep", "edp")
 
 
 def report(plan: Plan, picture: bool = False) -> str:
-    """Return the text of a plan.
-
-    Raises ModuleNotFoundError without the package rich.
-    """
+    """Return the text of a plan; ModuleNotFoundError without the package rich."""
     lines = [*_heading("run"), *_lines(_run(plan)), *_groups(plan), *_stages(plan), *_traffic(plan), *_work(plan)]
     if picture and plan.timeline is not None:
         lines += [*_heading("pipeline schedule"), schedule_picture(plan.timeline, WIDTH)]
@@ -45,21 +41,8 @@ def report(plan: Plan, picture: bool = False) -> str:
     return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
 
 
-def _rendered(part: Any) -> str:
-    """Return what rich makes of a table or a text."""
-    from rich.console import Console
-
-    console = Console(width=WIDTH, no_color=True, highlight=False, emoji=False, force_terminal=False)
-    with console.capture() as capture:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
 def _indented(text: str) -> str:
-    from rich.padding import Padding
-    from rich.text import Text
-
-    return _rendered(Padding(Text(text), (0, 0, 0, 2)))
+    return fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _heading(title: str) -> list[str]:
@@ -70,6 +53,7 @@ def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     """Return one table; the first column and those whose names begin with a space are aligned left."""
     try:
         from rich import box
+        from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
@@ -82,7 +66,10 @@ def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         table.add_column(column, justify="left" if place == 0 or column.startswith(" ") else "right")
     for row in rows:
         table.add_row(*row)
-    return "\n".join([*_heading(title), _rendered(table)])
+    console = Console(width=WIDTH, no_color=True, highlight=False, emoji=False, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join([*_heading(title), *(line.rstrip() for line in capture.get().splitlines())])
 
 
 def _lines(lines: Sequence[tuple[str, str]]) -> list[str]:

@@ -24,13 +24,15 @@ from dataclasses import dataclass, replace
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.layer_wise import assign_owners
 from lightning_mcore.planning.activation_memory import Activations
-from lightning_mcore.planning.formats import Formats
-from lightning_mcore.planning.parameters import ParameterTensor, rank_tensors
+from lightning_mcore.planning.formats import WHOLLY, Formats
+from lightning_mcore.planning.parameters import ParameterTensor, chunk_tensors, count_of, rank_tensors
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import patch_bytes, trained_parameters
 
 _TENSOR_ALIGNMENT = 64  # elements
 _BUCKET_ALIGNMENT = 128
+_UNIT_SIZE = 10**9
+"""Megatron's smallest ``suggested_communication_unit_size``, in elements."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def state_memory(
     for index, tensors in enumerate(chunks):
         frozen = [tensor for tensor in tensors if not tensor.is_trained and tensor.bits is None]
         weights += round(sum(tensor.elements * tensor.bits / 8 for tensor in tensors if tensor.bits is not None))
-        weights += _weight_bytes(frozen, sum(tensor.elements for tensor in frozen), formats)
+        ranks = _shards(False, layout, formats, world_size) if formats.sharding == WHOLLY else 1
+        weights += _weight_bytes(frozen, sum(tensor.elements for tensor in frozen) // ranks, formats)
         for buffer in _buffers(tensors, layout, formats):
             shards = _shards(buffer[0].expert, layout, formats, world_size)
             bucket_size = formats.bucket_size if pipeline_rank == index == 0 else None
@@ -73,8 +76,9 @@ def state_memory(
                 bucket_size = max(40_000_000, 1_000_000 * layout.data_parallel_size(world_size))
             elements = sum(tensor.elements for tensor in buffer)
             padded = _padded(buffer, shards, bucket_size, formats.large_buckets) if formats.distributed else elements
-            weights += _weight_bytes(buffer, padded, formats)
-            gradients += padded * formats.gradient
+            share = -(-padded // shards) if formats.sharding else padded
+            weights += _weight_bytes(buffer, share if formats.sharding == WHOLLY else padded, formats)
+            gradients += share * formats.gradient
             of_state = sum(tensor.elements * formats.state_bytes(tensor) for tensor in buffer)
             if formats.layer_wise:
                 state += _largest_share(buffer, shards, formats)
@@ -98,7 +102,7 @@ def _buffers(
 
 def _shards(expert: bool, layout: ParallelLayout, formats: Formats, world_size: int) -> int:
     """Return over how many ranks the optimizer state of a buffer is divided."""
-    if not (formats.distributed or formats.layer_wise):
+    if not (formats.distributed or formats.layer_wise or formats.sharding):
         return 1
     if expert and layout.expert_model_parallel_size > 1:
         return layout.expert_data_parallel_size(world_size) // formats.instances
@@ -171,4 +175,43 @@ def rank_memory(run: Sizes, stage: int) -> RankMemory:
         copied = trained_parameters(fields) * run.formats.gradient if layout.tensor_model_parallel_size > 1 else 0
         patches = patch_bytes(fields, batch.micro_batch_size * batch.num_microbatches)
         activations = max(activations, copied) + patches
-    return replace(state_of_rank(run, stage), activations=activations)
+    memory = replace(state_of_rank(run, stage), activations=activations)
+    return _with_whole_layers(run, memory) if run.formats.sharding else memory
+
+
+def _with_whole_layers(run: Sizes, shares: RankMemory) -> RankMemory:
+    """Return the memory of a rank that shares gradients and parameters, with those that are whole for a while.
+
+    As backward begins, all activations are there, and whole gradients of the last layer and of what is outside the
+    layers. Each layer frees its activations, and leaves whole gradients that are being reduced, up to ``unit_size``.
+    Megatron's default is a billion: 5 layers of Llama 3 8B with 218 million parameters each, 4.1 GiB in fp32. For a
+    checkpoint, all parameters are gathered, without activations.
+
+    Source: ``MegatronFSDP``, ``AllGatherPipeline`` and ``GradReducePipeline`` (0.16.1).
+    """
+    formats, [chunk] = run.formats, run.stages[0]
+    parts = [replace(chunk, layers=(layer,), embedding=False, output=False, mtp=0) for layer in chunk.layers]
+    counts = [count_of([chunk_tensors(run.fields, run.layout, part, formats.backend)]) for part in parts]
+    layer, every = max(count.total for count in counts), count_of(run.tensors(0))
+    outside = every.total - sum(count.total for count in counts)
+    trained = (every.trained_dense + every.trained_expert) / every.total  # frozen ones have no gradients
+    is_wholly = formats.sharding == WHOLLY
+    size = formats.unit_size or max(_UNIT_SIZE, 2 * layer if is_wholly else formats.bucket_size or 0)
+    ahead = 1 + math.ceil(size // 2 / layer)
+    gathered = is_wholly * (outside + layer * min(ahead, len(parts)))
+    moments = [(gathered, 0, shares.activations)]  # (whole parameters, whole gradients, bytes of activations)
+    for done in (0, min(len(parts) - 1, math.ceil(size / layer))):
+        gathered = is_wholly * (outside + layer * min(ahead, len(parts) - done))
+        # The gradients of a layer are there twice, as autograd made them and in the whole buffer.
+        left = Activations(run).left(chunk, done) + trained * layer * formats.parameter
+        moments.append((gathered, round(trained * (outside + layer * (1 + done))), round(left)))
+    moments.append((is_wholly * every.total, 0, 0))
+    whole, gradients, activations = max(
+        moments, key=lambda moment: moment[0] * formats.parameter + moment[1] * formats.gradient + moment[2]
+    )
+    return replace(
+        shares,
+        weights=shares.weights + whole * formats.parameter,
+        gradients=shares.gradients + gradients * formats.gradient,
+        activations=activations,
+    )

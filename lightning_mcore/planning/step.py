@@ -140,13 +140,15 @@ def step_time(
     hidden = ("overlap_grad_reduce" in on) * _BACKWARD_SHARE + ("overlap_param_gather" in on) * (1 - _BACKWARD_SHARE)
     for flops, volumes in zip(work.slowed_flops_of_rank, traffic, strict=True):
         compute = flops / machine.speed(run.formats.compute)
-        each = once = 0.0
+        each = once = shared = 0.0
         for volume in volumes:
             seconds = volume.sent / machine.link(volume.stride, volume.group_size, devices_per_node)
             if not volume.each_microbatch:
                 once += seconds
+            elif volume.axis in ("dp", "edp"):  # of shared parameters, while layers before and behind compute
+                shared += seconds
             elif not (volume.axis == "pp" and "overlap_p2p_comm" in on):
                 each += seconds * (0.5 if volume.axis == "tp" and "tp_comm_overlap" in on else 1.0)
-        once = max(0.0, once - hidden * compute / run.batch.num_microbatches)
+        once = max(0.0, once - hidden * compute / run.batch.num_microbatches) + max(0.0, shared - compute)
         of_stages.append(StepTime(compute, each, once, (compute + each) * bubble / (1 - bubble)))
     return max(of_stages, key=lambda stage: stage.total)

@@ -11,7 +11,7 @@ is rough: measure the first few.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal
@@ -87,7 +87,7 @@ class Suggestion:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {**vars(self), "strategy": dict(self.strategy), "recompute": dict(self.recompute)}
+        return asdict(self)
 
 
 def suggest(
@@ -356,21 +356,17 @@ def suggestion_text(
 
 def _lines(one: Suggestion, kind: Kind) -> list[str]:
     """Return the settings of a layout as lines of a file of that kind."""
-    if kind != "lightning":
-        flat = {**one.strategy, **one.recompute, "per_device_train_batch_size": one.batch_size}
-        flat.pop("micro_batch_size", None)  # these files do not have it
-        flat["gradient_accumulation_steps"] = one.num_microbatches
-        return [f"{name}: {_yaml(value)}" for name, value in flat.items()]
-    lines = ["trainer:", f"  accumulate_grad_batches: {one.num_microbatches}", "  strategy:"]
-    lines += ["    class_path: lightning_mcore.MCoreStrategy", "    init_args:"]
-    lines += [f"      {name}: {_yaml(value)}" for name, value in one.strategy.items()] or ["      {}"]
-    if one.recompute:
-        lines += ["model:", "  init_args:", "    transformer:  # beside its other fields"]
-        lines += [f"      {name}: {_yaml(value)}" for name, value in one.recompute.items()]
-    return [*lines, "data:", "  init_args:", f"    batch_size: {one.batch_size}"]
+    import yaml
 
-
-def _yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if kind == "lightning":
+        strategy = {"class_path": "lightning_mcore.MCoreStrategy", "init_args": dict(one.strategy)}
+        shown: dict[str, Any] = {
+            "trainer": {"accumulate_grad_batches": one.num_microbatches, "strategy": strategy},
+            **({"model": {"init_args": {"transformer": dict(one.recompute)}}} if one.recompute else {}),
+            "data": {"init_args": {"batch_size": one.batch_size}},
+        }
+    else:  # these files do not have micro_batch_size
+        shown = {name: value for name, value in {**one.strategy, **one.recompute}.items() if name != "micro_batch_size"}
+        shown |= {"per_device_train_batch_size": one.batch_size, "gradient_accumulation_steps": one.num_microbatches}
+    lines: str = yaml.safe_dump(shown, sort_keys=False)
+    return lines.replace("transformer:", "transformer:  # beside its other fields").splitlines()

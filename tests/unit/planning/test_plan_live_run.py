@@ -79,6 +79,14 @@ def test_a_loss_of_whole_logits_stays_a_choice(size: Any) -> None:
     assert settings.strategy["loss_chunk_size"] == size
 
 
+@pytest.mark.parametrize(
+    "setting", [{"data_parallel_sharding": "optim_grads"}, {"use_layer_wise_distributed_optimizer": True}]
+)
+def test_how_ranks_share_the_state_is_read(setting: dict[str, Any]) -> None:
+    settings = settings_of(trainer_with(MCoreStrategy(**setting)), MCoreGPT(256, 32, DENSE), batch_size=2)
+    assert setting.items() <= settings.strategy.items()
+
+
 def test_configs_precision_and_data_are_read() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 

@@ -389,6 +389,7 @@ RIGHT: dict[str, RunSettings] = {
         strategy=dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
     ),
     "ddp_config": run_with(strategy={"ddp_config": {"bucket_size": 1000}}),
+    "fully sharded": run_with(strategy={"data_parallel_sharding": "optim_grads_params"}),
     "communication": run_with(strategy={"communication": {"create_gloo_process_groups": True}}),
     "zeros": run_with(strategy={"optimizer_config": {"log_num_zeros_in_grad": True}}),
     "bf16": run_with(precision={"precision": "bf16-mixed"}),
@@ -530,11 +531,3 @@ def test_a_window_that_only_the_torch_backend_refuses_is_planned_for_transformer
     plan = make_plan(run_with({"window_size": [8, 4]}, trainer={"accelerator": "gpu", "devices": 1}), 1)
     assert (plan.backend, plan.errors) == ("transformer_engine", ())
     assert plan.stages
-
-
-def test_a_plan_says_that_it_cannot_count_what_is_gathered_ahead() -> None:
-    plan = make_plan(run_with(strategy={"data_parallel_sharding": "optim_grads_params"}), 4)
-    assert [error.split(",")[0] for error in plan.errors] == [
-        "data_parallel_sharding='optim_grads_params' is not planned yet"
-    ]
-    assert not plan.stages

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``plan`` counts of a rank that shares gradients and parameters is what Megatron's FSDP takes in a rehearsal."""
+
+from typing import Any
+
+import pytest
+
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from lightning_mcore.rehearsal.settings import build_of
+from tests.support.rehearsed import EXPERTS, GATED, RECOMPUTE, job
+
+WITHIN = 0.035
+RANKS = 8
+SIZES: dict[str, Any] = {
+    **GATED,
+    "num_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 1792,
+    "add_bias_linear": False,
+}
+LAYER = 4 * 512**2 + 3 * 512 * 1792  # parameters
+WHOLLY = {"data_parallel_sharding": "optim_grads_params"}
+
+
+def run(strategy: dict[str, Any], length: int = 1024, **transformer: Any) -> RunSettings:
+    return RunSettings(
+        strategy=strategy,
+        precision={"precision": "bf16-mixed"},
+        model={
+            "vocab_size": 4096,
+            "seq_length": length,
+            "transformer": SIZES | transformer,
+            "transformer_impl": "local",
+        },
+        trainer={"accelerator": "gpu", "accumulate_grad_batches": 2, "max_steps": 10},
+        data={"batch_size": 2},
+    )
+
+
+RUNS = {
+    "parameters": run(WHOLLY),
+    "gradients": run({"data_parallel_sharding": "optim_grads"}),
+    # Backward ends with the whole gradients of all layers, or of as many as are reduced at once.
+    "short rows": run(WHOLLY, length=64),
+    "two layers at once": run(WHOLLY | {"ddp_config": {"suggested_communication_unit_size": 2 * LAYER}}, length=64),
+    "recompute": run(WHOLLY | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, **RECOMPUTE),
+    "experts": run(WHOLLY | {"expert_model_parallel_size": 2}, **EXPERTS),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Played | Failure]:
+    jobs = [job(build_of(settings, RANKS, RANKS)[0], 0) for settings in RUNS.values()]
+    return dict(zip(RUNS, run_jobs(jobs, lambda rank, what: None), strict=True))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_rank_takes_the_planned_memory(found: dict[str, Played | Failure], name: str) -> None:
+    played = found[name]
+    assert isinstance(played, Played), played.trace
+    [stage] = make_plan(RUNS[name], RANKS).stages
+    assert played.ranks[0].peak_bytes == pytest.approx(stage.memory.total, rel=WITHIN)
+
+
+@pytest.mark.parametrize("name", ["parameters", "gradients"])
+def test_a_rank_sends_the_planned_bytes(found: dict[str, Played | Failure], name: str) -> None:
+    played = found[name]
+    assert isinstance(played, Played), played.trace
+    sent = sum(item.bytes for item in played.ranks[0].traffic if item.group == "dp_cp") * (RANKS - 1) / RANKS
+    [volume] = make_plan(RUNS[name], RANKS).stages[0].traffic
+    assert sent == pytest.approx(volume.sent, rel=0.1)  # some layers are gathered once more
