@@ -94,20 +94,21 @@ check: $(INSTALLED) docs  ## check lint, formatting, types, import order, wordin
 DIST := build/dist
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-dist: $(INSTALLED)  ## build the packages of a release into dist/, with their list of dependencies (SBOM), and check them
+dist: $(INSTALLED)  ## build and check the packages of a release in dist/, with their dependencies (SBOM) and provenance
 	@tag=$$(git describe --tags --exact-match 2>/dev/null || true); \
 		if [ -n "$$tag" ] && [ "$$tag" != "v$(VERSION)" ]; then \
 		echo "HEAD has the tag $$tag, but pyproject.toml has the version $(VERSION); change one of them" >&2; exit 1; fi
 	rm -rf dist $(DIST)
 	"$(PYTHON)" -m venv $(DIST)
 	$(DIST)/bin/python -m pip install --quiet build twine check-wheel-contents cyclonedx-bom
-	$(DIST)/bin/python -m build --outdir dist .
+	PIP_CONSTRAINT="$(CURDIR)/$(TESTED)" $(DIST)/bin/python -m build --outdir dist .
 	$(DIST)/bin/twine check --strict dist/*
 	$(DIST)/bin/check-wheel-contents dist/*.whl
 	$(RUN) -m pip install --quiet --no-deps --target $(DIST)/site dist/*.whl
 	cd $(DIST) && PYTHONPATH=site ../../$(RUN) -c 'import lightning_mcore as ours; assert "$(DIST)/site" in ours.__file__; print(ours.__file__)'
 	cd $(DIST) && PYTHONPATH=site ../../$(RUN) -m lightning_mcore.cli plan --help > /dev/null
 	$(DIST)/bin/cyclonedx-py environment --output-file dist/lightning_mcore-$(VERSION).cdx.json $(VENV)
+	$(DIST)/bin/python tests/provenance.py dist --pins "$(TESTED)" --out dist/lightning_mcore-$(VERSION).provenance.json
 
 docs: $(INSTALLED)  ## build the documentation into build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
