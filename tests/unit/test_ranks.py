@@ -261,3 +261,9 @@ def test_workers_of_a_session_share_the_fork_server_of_its_controller() -> None:
     (server,) = run_ranks(1, os.getppid, open_group=False)
     owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     assert psutil.Process(server).ppid() == owner
+
+
+def test_the_fork_server_has_one_thread() -> None:
+    """A fork has none of the others, and waits forever for a lock that one of them held."""
+    (server,) = run_ranks(1, os.getppid, open_group=False)
+    assert psutil.Process(server).num_threads() == 1
