@@ -714,12 +714,10 @@ sys.exit()
 
 
 def run_script(script: Path) -> str:
-    environment = program_environment()
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, str(script)],
         cwd=script.parent,
-        env=environment,
+        env=program_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -7,13 +7,14 @@ in :data:`SHORT`. What a page only defines is called by ``tests/examples/calls_o
 calls is a failure.
 """
 
+import ast
 import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -239,8 +240,9 @@ class Reader:
 def rejected(words: list[str], folder: Path) -> str:
     """Run a command that must end with exit code 2, and return its error message."""
     command = [sys.executable, "-m", "lightning_mcore.cli", *words]
-    environment = program_environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        command, cwd=folder, env=program_environment(), capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.returncode == 2, done.stderr
     return done.stderr
 
@@ -249,33 +251,24 @@ def run_program(texts: list[tuple[str, str]], name: str, folder: str) -> set[str
     """Run the Python of a page on this rank, and what calls it, and return the functions that were not entered."""
     os.chdir(folder)
     sys.path.insert(0, folder)
-    codes = [compile(text, place, "exec") for place, text in texts]
-    entered: set[tuple[str, int, str]] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            entered.add(place_of(frame.f_code))
-
-    sys.setprofile(note)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for code in codes:
+    functions: set[str] = set()
+    entered: set[str] = set()
+    names: dict[str, Any] = {"__name__": "__main__", "__entered__": entered.add}
+    for code in [compile_noting(text, place, functions) for place, text in texts]:
         exec(code, names)
     if name in CALLS:
         CALLS[name][1](names)
-    sys.setprofile(None)
-    functions = {place_of(function) for code in codes for function in functions_of(code)}
-    return {f"{place}: {name}" for place, _, name in functions - entered}
+    return functions - entered
 
 
-def place_of(code: CodeType) -> tuple[str, int, str]:
-    return code.co_filename, code.co_firstlineno, code.co_name
-
-
-def functions_of(code: CodeType) -> list[CodeType]:
-    """Return the code of every function and method inside, but not of lambdas and comprehensions."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    own = [each for each in inner if each.co_flags & inspect.CO_OPTIMIZED and not each.co_name.startswith("<")]
-    return [*own, *(found for each in inner for found in functions_of(each))]
+def compile_noting(text: str, place: str, functions: set[str]) -> CodeType:
+    """Compile a block whose functions and methods say that they are entered, and add their names to ``functions``."""
+    tree = ast.parse(text, place)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            functions.add(label := f"{place}: {node.name}, line {node.lineno}")
+            node.body.insert(1 if ast.get_docstring(node) else 0, ast.parse(f"__entered__({label!r})").body[0])
+    return compile(tree, place, "exec")
 
 
 @pytest.mark.slow

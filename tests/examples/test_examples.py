@@ -43,7 +43,7 @@ SECONDS = 240.0  # a run takes 15 to 30 on two free cores
 
 def run_example(script: str, *arguments: str, folder: Path) -> str:
     """Run a script of the examples in ``folder`` and return what it printed."""
-    environment = program_environment() | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = program_environment() | {"PYTHONUNBUFFERED": "1"}
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     done = subprocess.run(
         command,

@@ -13,15 +13,12 @@ from jupyter_client.manager import start_new_kernel
 
 from tests.support.ranks import program_environment
 
-ROOT = Path(__file__).parents[2]
-
 
 def kernel_environment() -> dict[str, str]:
     """Return the variables of a kernel that imports this checkout; one that is told of pytest would not show all."""
     environment = program_environment()
     environment.pop("PYTEST_CURRENT_TEST", None)
-    path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    return {**environment, "PYTHONPATH": path, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    return {**environment, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 
 def scaled(seconds: float) -> float:

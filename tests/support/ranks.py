@@ -81,7 +81,9 @@ _PRELOAD = [  # nothing that starts a thread
     "transformers.training_args_seq2seq",
     "datasets",
     "pytest",
+    "tests.support.warm",  # the last
 ]
+_ROOT = Path(__file__).parents[2]
 _OUTPUT_LIMIT = 20_000  # characters shown of what one rank printed
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -413,10 +415,14 @@ def free_port() -> int:
 
 
 def program_environment() -> dict[str, str]:
-    """Return the variables for a program that starts its own ranks, free of those of any launcher around the tests."""
+    """Return the variables for a program that imports this checkout and starts its own ranks.
+
+    They are free of those of any launcher around the tests.
+    """
     foreign = ("PL_", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, "MASTER_PORT": str(free_port())}
+    folders = [str(_ROOT / "tests" / "support" / "startup"), str(_ROOT), kept.get("PYTHONPATH")]
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, folders)), "MASTER_PORT": str(free_port())}
 
 
 def _common_environment(world_size: int) -> dict[str, str]:
