@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rehearsal's parameters and collectives are those of real ranks over gloo, which another counter counts."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
@@ -28,7 +29,7 @@ from tests.support.ranks import run_ranks
 from tests.support.rehearsed import EXPERTS, GATED, LENGTH, RECOMPUTE, gpt_run, job, live_run
 from tests.support.thorough import thorough_but
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("test_rehearsed_collectives")]  # they share runs
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 KINDS = {
@@ -121,6 +122,11 @@ def real(name: str) -> tuple[int, Found]:
     return sum(parameter.numel() for parameter in module.parameters()), seen.mode.found
 
 
+@functools.cache
+def on_real_ranks(name: str, size: int) -> list[tuple[int, Found]]:
+    return run_ranks(size, real, name, timeout=120)
+
+
 @pytest.fixture(scope="module")
 def rehearsed(request: pytest.FixtureRequest) -> dict[str, Played | Failure]:
     """Play the runs of all selected tests at once, in one process."""
@@ -134,7 +140,7 @@ def rehearsed(request: pytest.FixtureRequest) -> dict[str, Played | Failure]:
 def test_parameters_and_collectives_are_those_of_real_ranks(rehearsed: dict[str, Played | Failure], name: str) -> None:
     played = rehearsed[name]
     assert isinstance(played, Played), played.trace
-    ranks = run_ranks(played.world.size, real, name, timeout=120)
+    ranks = on_real_ranks(name, played.world.size)
     for report in played.ranks:
         parameters, collectives = ranks[report.rank]
         assert report.parameters == parameters
@@ -155,7 +161,7 @@ def test_what_groups_shared_by_ranks_send_is_planned(groups: int) -> None:
 
 def _counted(name: str) -> dict[str, float]:
     """Return the bytes that rank 0 of two sends in all-gathers and reduce-scatters, half of each, by axis."""
-    found = run_ranks(4, real, name, timeout=120)[0][1]
+    found = on_real_ranks(name, 4)[0][1]
     ends = ("all-gather", "reduce-scatter")
     return {axis: sum(found.get((kind, axis), (0, 0))[1] for kind in ends) / 2 for axis in ("tp", "cp")}
 
