@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_mcore.config.embedding import Embedding, Pooling
 from lightning_mcore.hf.files import read_json
+from lightning_mcore.hf.source import is_hub_name
 
 _POOLING = "1_Pooling"
 _NAMES: Mapping[Pooling, str] = {"last": "lasttoken", "mean": "mean"}
@@ -50,13 +51,30 @@ def files_of(embedding: Embedding, hidden_size: int, seq_length: int) -> dict[st
 
 
 def check_pooling(path: str, pooling: Pooling) -> None:
-    """Raise ValueError if the Sentence Transformers folder at ``path`` pools otherwise; other models do not say how."""
-    if not os.path.isfile(os.path.join(path, _POOLING, "config.json")):
+    """Raise ValueError if a Sentence Transformers folder, or one on the hub, pools otherwise.
+
+    Other models do not say how.
+    """
+    folder = os.path.join(path, _POOLING)
+    if is_hub_name(path):
+        folder = os.path.dirname(_downloaded(path))
+    if not os.path.isfile(os.path.join(folder, "config.json")):
         return
-    content = read_json(os.path.join(path, _POOLING), "config.json")
+    content = read_json(folder, "config.json")
     found = content.get("pooling_mode") or "+".join(name for flag, name in _FLAGS.items() if content.get(flag))
     if found == _NAMES[pooling]:
         return
     fitting = next((known for known, name in _NAMES.items() if name == found), None)
     remedy = f"set Embedding(pooling={fitting!r})" if fitting else "give a model that pools by 'last' or 'mean'"
     raise ValueError(f"the vectors of {path} are pooled by {found!r}, and pooling={pooling!r} is set; {remedy}")
+
+
+def _downloaded(name: str) -> str:
+    """Return the path of a hub model's description of its pooling; one that is not there if it has none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return str(hf_hub_download(name, f"{_POOLING}/config.json"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
+        return os.path.join(name, _POOLING, "config.json")

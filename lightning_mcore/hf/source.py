@@ -28,7 +28,7 @@ from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.older_formats import tensors_folder
 from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
-from lightning_mcore.hf.family import SCORE, VALUE_HEAD, VALUE_HEAD_FILE, Family, split_fields
+from lightning_mcore.hf.family import HIDDEN, SCORE, SCORING, VALUE_HEAD, VALUE_HEAD_FILE, Family, split_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json
 from lightning_mcore.hf.registry import find_family, registered_family
 from lightning_mcore.hf.vision_families import with_tower
@@ -207,6 +207,23 @@ def variant_name(path: str, family: str | None, suffix: str) -> str | None:
         return family
     name = family or str(read_config(local_folder(path, weights=False))["model_type"])
     return name if name.endswith(suffix) else name + suffix
+
+
+def require_head(path: str, family: str, suffix: str) -> None:
+    """Raise ValueError for a checkpoint of ``family`` whose model has another output layer than ``suffix`` says.
+
+    ``suffix`` is as in :func:`variant_name`. A Hugging Face folder is read by the rules of any output layer.
+    """
+    found = next((kind for kind in (SCORING, HIDDEN) if family.endswith(kind)), "")
+    if found == suffix or not is_own_checkpoint(path):
+        return
+    layers = {SCORING: "a score layer", HIDDEN: "no output layer", "": "an output layer over the vocabulary"}
+    remedy = (
+        "export it with lightning-mcore export, and give that folder" if suffix else "give it to the class of its run"
+    )
+    raise ValueError(
+        f"{path} is a checkpoint of a model with {layers[found]}, and this model has {layers[suffix]}; {remedy}"
+    )
 
 
 def refuse_labels(path: str) -> None:

@@ -69,6 +69,8 @@ class MCoreEmbedding(MCoreGPT):
         >>> model = MCoreEmbedding(32000, seq_length=512, transformer=sizes, embedding=Embedding(negatives=1))
     """
 
+    head = HIDDEN
+
     def __init__(
         self,
         vocab_size: int,
@@ -129,16 +131,6 @@ class MCoreEmbedding(MCoreGPT):
         module = cls._of_pretrained(**passed_on(locals()))
         module._name_family()
         return module
-
-    @classmethod
-    def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
-        """Raise ValueError for another kind of model's settings, such as a language model's checkpoint."""
-        super().check_kind(path, settings)
-        if not settings["hf"]["family"].endswith(HIDDEN):
-            raise ValueError(
-                f"{path} is a checkpoint of a model with an output layer, which MCoreEmbedding does not have; export it"
-                " with lightning-mcore export, and give that folder"
-            )
 
     def check_settings(self) -> None:
         """Check the settings as ``MCoreGPT`` does, and that they fit the vectors and a loss over queries.
@@ -288,12 +280,17 @@ def require_weights(batch: Batch, weighs: bool) -> None:
 
 
 def require_lengths(batch: Batch) -> None:
-    """Raise ValueError for a padded batch that does not tell where its texts end."""
+    """Raise ValueError for a padded batch that does not tell where its texts end, or with an empty text."""
     if not is_packed(batch) and "lengths" not in batch:
         raise ValueError(
             f"a padded batch with {', '.join(batch)} has no lengths, so it does not tell where its texts end; add"
             " lengths, the number of tokens of each row"
         )
+    if is_packed(batch) or batch["lengths"].is_cuda or bool((batch["lengths"] > 0).all()):
+        return
+    raise ValueError(
+        f"row {int((batch['lengths'] <= 0).nonzero()[0])} of a batch has lengths=0, so it has no text; leave it out"
+    )
 
 
 def arguments_of_base(transformer: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from lightning_mcore.hf.peft_folder import check_folders, given_lora, load_adapt
 from lightning_mcore.hf.peft_tensors import can_stack
 from lightning_mcore.hf.pretrained import keep_wide, load_pretrained, pieces_of_module
 from lightning_mcore.hf.registry import family_and_fields
-from lightning_mcore.hf.source import absolute, pretrained_settings
+from lightning_mcore.hf.source import absolute, pretrained_settings, require_head
 from lightning_mcore.layers import sampling
 from lightning_mcore.layers.activations import learn_activations
 from lightning_mcore.layers.gpt import GPTChunk
@@ -144,6 +144,9 @@ class MCoreGPT(SpeedLogs):
 
     takes_images = False
     """Whether a batch may hold images and videos."""
+
+    head = ""
+    """Suffix of a family's name for models with this output layer: ``SCORING``, ``HIDDEN`` or none."""
 
     source_names: Sequence[str] = ()
     """The names that ``source_ids`` in a batch refer to; if empty, the data module's."""
@@ -276,6 +279,7 @@ class MCoreGPT(SpeedLogs):
             base = absolute(path)
             own["lora"] = replace(settings, base_model_name_or_path=base, merged_adapters=merged or None)
         module = cls(**own, **arguments)
+        require_head(path, own["hf"]["family"], module.head)
         module._given_family = family or module._given_family
         if stored:
             module._adapter = absolute(path)

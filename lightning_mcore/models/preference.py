@@ -216,6 +216,11 @@ class MCorePreference(MCoreGPT):
         return can_be_off(self.lora)
 
     @property
+    def head(self) -> str:  # type: ignore[override]  # it depends on the settings
+        """Suffix of the family's name: ``SCORING`` with a score layer."""
+        return SCORING if self.preference.gives_scores else ""
+
+    @property
     def output_size(self) -> int:
         """Columns of the output layer: one in a reward model, else the padded vocabulary."""
         return 1 if self.preference.gives_scores else super().output_size

@@ -160,6 +160,11 @@ class MCoreReranker(MCoreGPT):
         return chunk
 
     @property
+    def head(self) -> str:  # type: ignore[override]  # it depends on the settings
+        """Suffix of the family's name: ``SCORING`` with a score layer."""
+        return SCORING if self.reranker.tokens is None else ""
+
+    @property
     def output_size(self) -> int:
         """Columns of the output layer that are computed."""
         return len(self.reranker.tokens or [None])

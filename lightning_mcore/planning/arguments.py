@@ -19,7 +19,7 @@ from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.peft_folder import given_lora
 from lightning_mcore.hf.sentence_folder import check_pooling
-from lightning_mcore.hf.source import absolute, planned_settings, refuse_labels, sees_images, variant_name
+from lightning_mcore.hf.source import absolute, planned_settings, refuse_labels, require_head, sees_images, variant_name
 from lightning_mcore.models import embedding as vectors
 from lightning_mcore.models import reranker
 from lightning_mcore.models.gpt import MCoreGPT
@@ -46,17 +46,19 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
     sees = bool(sees_images(model["path"], model.get("family")))
     kind = MCoreVisionGPT if sees else vectors.MCoreEmbedding if "embedding" in model else MCoreGPT
     given = book.check_arguments(f"argument of {kind.__name__}.from_pretrained", model, of_model(True, sees))
-    family = given.get("family")
+    head = ""
     if "preference" in given and Preference.of(given["preference"]).gives_scores:
-        family = variant_name(given["path"], family, SCORING)
+        head = SCORING
     if "reranker" in given and Reranker.of(given["reranker"]).tokens is None:
         refuse_labels(given["path"])
-        family = variant_name(given["path"], family, SCORING)
+        head = SCORING
     if "embedding" in given:
         check_pooling(given["path"], Embedding.of(given["embedding"]).pooling)
-        family = variant_name(given["path"], family, HIDDEN)
+        head = HIDDEN
+    family = variant_name(given["path"], given.get("family"), head)
     source = planned_settings(given["path"], family, given.get("seq_length"), given.get("transformer"))
     kind.check_kind(given["path"], source)
+    require_head(given["path"], source["hf"]["family"], head)
     names = ("path", "family", "seq_length", "transformer")
     return arguments_in_use({**{name: value for name, value in given.items() if name not in names}, **source})
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings, models and batches of embeddings are refused, and what ``plan`` counts of them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from lightning_mcore import Embedding, MCoreEmbedding, MCoreFinetuningData, MCoreGPT, MCoreStrategy
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.data.embedding.texts import Texts, check_texts, collate_padded_texts
+from lightning_mcore.hf import source
+from lightning_mcore.hf.sentence_folder import check_pooling
 from lightning_mcore.layers.embedding import info_nce, of_all_ranks
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal.settings import MadeUpRows
@@ -61,10 +65,16 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         module.check_settings()
 
 
-def test_a_checkpoint_of_a_language_model_is_refused() -> None:
-    with refuses(ValueError, "last.ckpt is a checkpoint of a model with an output layer"):
-        MCoreEmbedding.check_kind("last.ckpt", {"hf": {"family": "qwen3"}})
-    MCoreEmbedding.check_kind("last.ckpt", {"hf": {"family": "qwen3+hidden"}})
+def test_a_checkpoint_of_a_model_with_another_output_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "is_own_checkpoint", lambda path: True)
+    for family, suffix, said in (
+        ("qwen3", "+hidden", "a model with an output layer over the vocabulary, and this model has no output layer"),
+        ("qwen3", "+score", "give that folder"),
+        ("qwen3+score", "", "give it to the class of its run"),
+    ):
+        with refuses(ValueError, said):
+            source.require_head("last.ckpt", family, suffix)
+    source.require_head("last.ckpt", "qwen3+hidden", "+hidden")
 
 
 # ---- batches
@@ -138,8 +148,34 @@ def test_a_batch_to_predict_tells_where_its_texts_end() -> None:
     module = MCoreEmbedding(64, 16, SIZES)
     module._trainer = trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=MCoreStrategy(), logger=False)
     trainer.predicting = True
+    batch = {"tokens": torch.zeros(2, 8, dtype=torch.long)}
     with refuses(ValueError, "has no lengths"):
-        module.on_before_batch_transfer({"tokens": torch.zeros(2, 8, dtype=torch.long)}, 0)
+        module.on_before_batch_transfer(batch, 0)
+    with refuses(ValueError, "row 1 of a batch has lengths=0"):
+        module.on_before_batch_transfer({**batch, "lengths": torch.tensor([3, 0])}, 0)
+
+
+def test_the_pooling_of_a_model_on_the_hub_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"pooling_mode": "mean"}))
+    asked = []
+
+    def download(name: str, path: str) -> str:
+        asked.append((name, path))
+        return str(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    check_pooling("org/model", "mean")
+    assert asked == [("org/model", "1_Pooling/config.json")]
+    with refuses(ValueError, "the vectors of org/model are pooled by 'mean'"):
+        check_pooling("org/model", "last")
+
+    def lacking(name: str, path: str) -> str:
+        raise LocalEntryNotFoundError(path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lacking)
+    check_pooling("org/model", "last")
 
 
 def test_empty_places_neither_have_a_loss_nor_are_compared_with() -> None:
