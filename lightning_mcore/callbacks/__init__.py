@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning callbacks that watch a run on any layout, and averages of its weights; import them from here."""
+"""Lightning callbacks: what watches a run on any layout, averages of its weights, activations in host memory."""
 
 from lightning_mcore.parallel.megatron_import import import_megatron
 
@@ -13,12 +13,14 @@ from lightning_mcore.callbacks.profiler_trace import ProfilerTrace  # noqa: E402
 from lightning_mcore.callbacks.spans import OpenTelemetryProfiler  # noqa: E402
 from lightning_mcore.callbacks.stragglers import StragglerMonitor  # noqa: E402
 from lightning_mcore.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging  # noqa: E402
+from lightning_mcore.strategy.offload import OffloadActivations  # noqa: E402
 
 __all__ = [
     "EMAWeightAveraging",
     "LayerStatistics",
     "LogLayout",
     "MemorySnapshot",
+    "OffloadActivations",
     "OpenTelemetryProfiler",
     "ProfilerTrace",
     "StragglerMonitor",

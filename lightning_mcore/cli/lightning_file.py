@@ -100,13 +100,17 @@ def settings_of_lightning(
     values = _Reader(flat, [f"--{key}={text}" for key, text in overrides]).values
     trainer = _changed(values["trainer"], of_trainer())
     strategy, plugin = _strategy(trainer)
+    offloading = [item for item in trainer.get("callbacks") or [] if item["class_path"].endswith(".OffloadActivations")]
+    kept_on_device = "activations are counted as if OffloadActivations left them on the GPU; rehearse counts it"
     of_model = _with_optimizer(_model(values["model"], " and ".join(dict.fromkeys(paths))), values)
     return RunSettings(
         strategy=strategy,
         precision=_precision(trainer, plugin),
         model=of_model,
-        trainer={name: value for name, value in trainer.items() if name not in _NOT_IN_SETTINGS},
+        trainer={name: value for name, value in trainer.items() if name not in _NOT_IN_SETTINGS}
+        | ({"callbacks": offloading} if offloading else {}),
         data=rows_of_pairs(of_model, _data(values.get("data")) | elsewhere),
+        notes=(kept_on_device,) if offloading else (),
         ray=None if values.get("ray") is None else RaySettings(**values["ray"]),
     )
 

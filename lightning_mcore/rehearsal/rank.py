@@ -24,6 +24,7 @@ from lightning_mcore.parallel.groups import Axis, process_group
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.rehearsal.counts import Counts
 from lightning_mcore.rehearsal.device import Answers, fake_cuda
+from lightning_mcore.strategy.offload import OffloadActivations
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
 STEPS = 2  # the first one also creates the optimizer's state
@@ -215,7 +216,11 @@ def shorten(trainer: Any, phases: Callback) -> None:
         trainer.fit_loop.max_epochs = -1
     trainer.loggers = []
     # Those of Lightning and of this package save, print or watch.
-    own = [item for item in trainer.callbacks if type(item).__module__.partition(".")[0] not in _NOT_THE_USERS]
+    own = [
+        item
+        for item in trainer.callbacks
+        if type(item).__module__.partition(".")[0] not in _NOT_THE_USERS or isinstance(item, OffloadActivations)
+    ]
     trainer.callbacks = [*own, phases]
 
 

@@ -25,6 +25,7 @@ from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.model import backend_of
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.rehearsal.rank import STEPS, Build
+from lightning_mcore.strategy.offload import OffloadActivations
 from lightning_mcore.te_cpu.load import is_prepared
 
 _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
@@ -150,6 +151,7 @@ def _build(
         strategy=make_strategy(settings.strategy),
         plugins=[make_precision(settings.precision)],
         use_distributed_sampler=False,
+        callbacks=[OffloadActivations(**item.get("init_args", {})) for item in settings.trainer.get("callbacks", ())],
         **{name: settings.trainer[name] for name in _OF_TRAINER if name in settings.trainer},
     )
     if "vision" in model:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MuonWithAdamW
+from lightning_mcore.callbacks import OffloadActivations
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf import adapters
 from lightning_mcore.planning.machines import MACHINES
@@ -90,6 +91,11 @@ class ReadsLoss(pl.Callback):
 def watched_trainer(world: int, strategy: MCoreStrategy, **arguments: Any) -> pl.Trainer:
     """Return a Trainer that reads its validation loss."""
     return gpu_trainer(world, strategy, callbacks=[ReadsLoss()], **arguments)
+
+
+def offloading_trainer(world: int, strategy: MCoreStrategy, **arguments: Any) -> pl.Trainer:
+    """Return a Trainer that keeps activations in host memory."""
+    return gpu_trainer(world, strategy, callbacks=[OffloadActivations(min_bytes=1)], **arguments)
 
 
 def gpt_run(
