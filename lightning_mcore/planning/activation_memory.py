@@ -233,11 +233,8 @@ def _memory(fields: GPTFields, layer: int, seq_length: int, form: Formats) -> It
 
 
 def _grouped_attention(fields: GPTFields, form: Formats) -> Iterator[Row]:
-    heads, element, is_copied = (
-        fields.num_attention_heads + fields.num_query_groups,
-        form.parameter,
-        form.parameter < FP32,
-    )
+    heads = fields.num_attention_heads + fields.num_query_groups
+    element, is_copied = form.parameter, form.parameter < FP32
     queries, both = fields.num_attention_heads * fields.kv_channels, heads * fields.kv_channels
     values, kind = fields.num_query_groups * fields.kv_channels, fields.architecture.head_norms
     # The values are a view of it, which keeps the whole tensor.
@@ -432,18 +429,12 @@ class Activations:
 
     def _at_output(self) -> float:
         """Return the bytes that the loss needs briefly: its copy of the logits, then the output layer's gradients."""
-        run, fields, element, hidden = (
-            self.run,
-            self.run.fields,
-            self.run.formats.parameter,
-            self.run.fields.hidden_size,
-        )
+        run, fields = self.run, self.run.fields
+        element, hidden = run.formats.parameter, fields.hidden_size
         if not fields.has_logits:
             return float(run.tokens * hidden * FP32)  # the gradient of the score layer's input, or of pooling's
-        columns, adapted = (
-            fields.padded_vocab_size // run.layout.tensor_model_parallel_size,
-            _of_weight(fields, _OUTPUT),
-        )
+        columns = fields.padded_vocab_size // run.layout.tensor_model_parallel_size
+        adapted = _of_weight(fields, "output_layer.weight")
         is_trained = fields.adapters is None or (adapted is not None and adapted.is_saved)
         has_adapters = adapted is not None and bool(adapted.pairs)
         of_input, of_weight = run.tokens * hidden * element, columns * hidden * element * is_trained  # gradients
@@ -502,6 +493,3 @@ class Activations:
                 tokens = run.tokens if row.of_rows else run.tokens / run.batch.micro_batch_size
                 total += row.width * row.element * tokens / ranks[row.shared]
         return total
-
-
-_OUTPUT = "output_layer.weight"

@@ -405,14 +405,8 @@ class CheckedRun:
         assert rules.layout is not None
         assert self.fields is not None
         assert self.batch is not None
-        formats = Formats.of(
-            rules.precision,
-            rules.all_strategy,
-            optimizer_of(self.model),
-            self.backend,
-            self.is_packed,
-            self.device_type == "cuda",
-        )
+        layers = self.backend, self.is_packed, self.device_type == "cuda"
+        formats = Formats.of(rules.precision, rules.all_strategy, optimizer_of(self.model), *layers)
         of_loss = rules.strategy.get("loss_chunk_size", "auto")
         overlaps = frozenset(name for name in OVERLAPS if rules.resolved(name))
         return Sizes(self.fields, rules.layout, self.devices, self.batch, formats, of_loss, rules.group_size, overlaps)

@@ -126,12 +126,13 @@ def suggest(
     for layout in sorted(_layouts(run.fields, devices, devices_per_node), key=search.likely_cost):
         if found and tried >= _MOST_TRIED:
             break
-        on_layout = search.on_layout(layout)
+        book = RuleBook()
+        on_layout = search.on_layout(book, layout)
         needed = search.state(on_layout)
         if needed > limit:
             least = min(least, needed)
             continue
-        if faults := search.faults(on_layout):
+        if faults := search.faults(book, on_layout):
             refused += faults[:1]
             continue
         for batch in _batches(layout, devices, run.batch, search.rows_of_one):
@@ -196,23 +197,22 @@ class _Search:
             sizes |= dict.fromkeys(_OF_ADAM if of_adam else _OF_OTHERS, True)
         return sizes
 
-    def on_layout(self, layout: ParallelLayout) -> CheckedRun:
-        """Return the run on another layout, with the batch as it was."""
-        given = self.settings.strategy
-        strategy = {**given, **_set(given, self.strategy(layout), arguments_of(MCoreStrategy))}
-        return replace(self.run, rules=self._rules(RuleBook(), strategy))
+    def on_layout(self, book: RuleBook, layout: ParallelLayout) -> CheckedRun:
+        """Return the run on another layout, with the batch as it was; ``book`` gets what our own rules refuse."""
+        strategy = {**self.settings.strategy, **self.chosen(layout)}
+        rules = PlannedStrategy(book, strategy, self.settings.precision, self.run.device_type)
+        return replace(self.run, rules=rules)
 
-    def faults(self, run: CheckedRun) -> list[str]:
-        """Return what our own rules say against a layout."""
-        book = RuleBook()
-        rules = self._rules(book, run.rules.strategy)
-        rules.check(run.devices)
+    def chosen(self, layout: ParallelLayout) -> dict[str, Any]:
+        """Return the arguments of the strategy that a layout changes."""
+        return _set(self.settings.strategy, self.strategy(layout), arguments_of(MCoreStrategy))
+
+    def faults(self, book: RuleBook, run: CheckedRun) -> list[str]:
+        """Return what our own rules say against a layout; ``book`` is the one that it was made with."""
+        run.rules.check(run.devices)
         assert run.fields is not None
-        check_gpt_on_layout(book, run.fields, rules)
+        check_gpt_on_layout(book, run.fields, run.rules)
         return book.errors
-
-    def _rules(self, book: RuleBook, strategy: Mapping[str, Any]) -> PlannedStrategy:
-        return PlannedStrategy(book, strategy, self.settings.precision, self.run.device_type)
 
     def state(self, run: CheckedRun) -> float:
         """Return the bytes of the first and last stage without activations, a lower bound for their ranks."""
@@ -232,9 +232,9 @@ class _Search:
                 break
         traffic = [stage.traffic for stage in stages]
         time = step_time(sizes, work, traffic, self.machine, self.devices_per_node)
-        given, layout, batch = self.settings.model.get("transformer") or {}, sizes.layout, sizes.batch
+        given, batch = self.settings.model.get("transformer") or {}, sizes.batch
         return Suggestion(
-            strategy=_set(self.settings.strategy, self.strategy(layout), arguments_of(MCoreStrategy)),
+            strategy=self.chosen(sizes.layout),
             recompute=_set(given, _RECOMPUTE[name], fields_of(TransformerConfig)),
             micro_batch_size=batch.micro_batch_size,
             batch_size=batch.micro_batch_size // self.rows_of_one,
