@@ -274,6 +274,11 @@ RUNS: dict[str, LiveRun] = {
     "embedding": run(rows=4, embedding={}),
     "embedding-mean-bf16": run(rows=4, precision="bf16-mixed", embedding={"pooling": "mean"}),
     "embedding-tp2-sp-bf16": run(world=2, strategy=SP, rows=4, precision="bf16-mixed", embedding={}),
+    "reranker-tokens": run(rows=2, reranker={"tokens": [3, 5]}),
+    "reranker-tokens-tp2-sp-bf16": run(
+        world=2, strategy=SP, rows=2, precision="bf16-mixed", reranker={"tokens": [3, 5]}
+    ),
+    "reranker-bf16": run(rows=2, precision="bf16-mixed", reranker={}),
     "reward-tp2-sp-bf16": run(world=2, strategy=SP, rows=2, precision="bf16-mixed", preference={"loss": "reward"}),
     "adapters": run(lora={"r": 8}),
     "adapters-bf16-query-and-value": run(precision="bf16-mixed", lora={"target_modules": ["q_proj", "v_proj"]}),
@@ -320,7 +325,7 @@ THOROUGH = (
     *("latent-without-norms", "recompute-each-layer-bf16", "recompute-two-layers", "recompute-shared-experts"),
     *("tp2-recompute", "tp2-sp-moe", "cp2-packed", "pp2-one-microbatch", "pp2-recompute", "pp2-vp2-group4"),
     *("pp2-split", "tp2-sp-cp2", "tp2-sp-pp2-vp2-dp2-do", "reward-bf16", "embedding-mean-bf16"),
-    *("embedding-tp2-sp-bf16", "adapters-bf16-query-and-value"),
+    *("embedding-tp2-sp-bf16", "adapters-bf16-query-and-value", "reranker-bf16", "reranker-tokens-tp2-sp-bf16"),
     *("adapters-dropout", "adapters-latent", "adapters-tp2", "adapters-pp2", "adapters-ep2-moe"),
     *("adapters-dp2-do-bf16", "norms-around", "capped-scores", "images-qwen2-frozen-recompute", "images-qwen2-bf16"),
     *("images-qwen2_5", "images-qwen3-bf16-two-rows", "images-qwen3-projector-frozen-bf16"),

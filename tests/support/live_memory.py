@@ -108,7 +108,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         row = {"tokens": self.text[index, :-1], "labels": self.text[index, 1:]}
         row["lengths"] = torch.tensor(self.text.size(1) - 1)
         if self.pairs:  # neighbours are the two answers, whose last token has no label
-            row["sample_ids"] = torch.tensor(0)
+            row |= {"sample_ids": torch.tensor(0), "relevance": torch.tensor(float(index % 2))}
             row["loss_mask"] = (torch.arange(self.text.size(1) - 1) < self.text.size(1) - 2).float()
         if self.offsets is not None:
             row |= {"cu_seqlens": self.offsets, "cu_seqlens_padded": self.offsets}

@@ -212,11 +212,15 @@ class MCoreRerankingData(MCoreEmbeddingData):
     """Queries, each with documents that are relevant or not, from jsonl or parquet files, for ``MCoreReranker``.
 
     ``reranking_rows.py`` lists the columns that a file may have. The template and the number of documents come from the
-    module's ``Reranker``. A row that does not fit is an error.
+    module's ``Reranker``. A row that does not fit is an error. Arguments that are not explained here are those of
+    :class:`~lightning_mcore.MCoreEmbeddingData`.
 
     Args:
-        train_files: As in :class:`~lightning_mcore.MCoreEmbeddingData`, like all arguments. ``overlong="cut"`` cuts a
-            pair's document, or at last its query, and keeps the end of the template.
+        tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself. It adds no special tokens;
+            the template has them.
+        seq_length: Length of a row, in tokens. A packed row contains all pairs of a query, so with k documents each
+            pair may use ``1 / k`` of it.
+        overlong: For a pair that is too long: ``error`` raises, ``cut`` cuts it before the end of the template.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
