@@ -18,6 +18,7 @@ if "TEST_ECOSYSTEM" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 
 _outcomes: dict[tuple[str, str], set[str]] = {}
+_elsewhere: dict[str, str] = {}  # versions of packages in environments of their own
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,11 +37,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for name, value in report.user_properties:
         if name == "works_with":
             _outcomes.setdefault((value[0], value[1]), set()).add(report.outcome)
+            _elsewhere.update((value[0], version) for key, version in report.user_properties if key == "version")
 
 
 def _version(package: str) -> str:
     """Return the version of an installed package, or the commit of a repository, ``owner/name@commit``."""
-    return package.partition("@")[2] or importlib.metadata.version(package)
+    return package.partition("@")[2] or _elsewhere.get(package) or importlib.metadata.version(package)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
