@@ -420,3 +420,38 @@ def test_folders_are_read_by_transformers_and_say_how_a_pair_is_written(layer: b
         if tokens is not None:
             ids = json.loads((tmp_path / name / "1_LogitScore" / "config.json").read_text())
             assert [ids["true_token_id"], ids["false_token_id"]] == tokens
+
+
+def adapted(base: str, out: str, file: str, layer: bool) -> Tensor:
+    """Train adapters, write them alone, and return the scores after it."""
+    setting = dataclasses.replace(SETTING, tokens=None) if layer else SETTING
+    recipe = Recipe(learning_rate=0.02, warmup_steps=0)
+    module = MCoreReranker.from_pretrained(base, 32, reranker=setting, lora=LoRA(r=2), recipe=recipe)
+    trainer = make_trainer(
+        MCoreStrategy(tensor_model_parallel_size=2, sequence_parallel=True),
+        max_steps=2,
+        limit_val_batches=0,
+        callbacks=[SaveHFModel(f"{out}/adapter", adapter=True)],
+    )
+    trainer.fit(module, data_of(base, f"{out}/cache", train_files=file, batch_size=2))
+    batch: Any = [collate_padded_texts(rows_of("yes or no"), MULTIPLE)]
+    [scores] = trainer.predict(module, DataLoader(batch, batch_size=None))  # type: ignore[misc]
+    return scores
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by PEFT
+@pytest.mark.parametrize("layer", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["layer", "tokens"])
+def test_adapters_give_the_same_scores_in_peft(layer: bool, base: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    file = write_lists(tmp_path / "a.jsonl", 8)
+    scores, _ = run_ranks(2, adapted, base, str(tmp_path), file, layer, timeout=120)
+    if layer:
+        whole = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float64)
+    else:
+        whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    model = PeftModel.from_pretrained(whole, tmp_path / "adapter").double()
+    tokens = None if layer else characters().convert_tokens_to_ids(["b", "a"])
+    plain = plain_scores(model, tokens, rows_of("yes or no")).detach().flatten()
+    torch.testing.assert_close(scores, plain, rtol=0, atol=1e-5)
