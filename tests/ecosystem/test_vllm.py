@@ -18,7 +18,7 @@ from tests.support.hf_models import save_tiny
 from tests.support.ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("in_vllm.py")
-TOLERANCE = 1e-4  # of log-probabilities around -4.6
+TOLERANCE = 1e-5  # of log-probabilities around -4.6; measured: 1.2e-6
 ALONE = {  # one process, no thread bound to a core, nothing downloaded or reported
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
