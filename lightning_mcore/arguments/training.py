@@ -230,12 +230,13 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.config.preference import Preference
 
+        kinds = {"preference": preference, "embedding": embedding, "reranker": reranker}
+        kinds = {name: value for name, value in kinds.items() if value is not None}
+        if len(kinds) > 1:
+            raise ValueError(f"{' and '.join(kinds)} are given, which are two kinds of model; leave one of them out")
         loss = None if preference is None else Preference.of(preference).loss
         # Which metrics exist depends on the loss, so this check could not run earlier.
-        given = {"lora": lora, "adapters": adapters, "preference": preference}
-        more = {name: value for name, value in given.items() if value}
-        texts = {"embedding": embedding, "reranker": reranker}
-        more |= {name: value for name, value in texts.items() if value is not None}
+        more = kinds | {name: value for name, value in {"lora": lora, "adapters": adapters}.items() if value}
         check_metric(self.metric_for_best_model, loss, next((kind for kind in TEXT_METRICS if kind in more), None))
         settings = self.settings(path, seq_length=seq_length, on_cpu=self.on_cpu)
         for note in settings.notes:

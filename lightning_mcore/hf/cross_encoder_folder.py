@@ -30,7 +30,7 @@ def chat_template(reranker: Reranker) -> str:
     """Return the template of a pair in Jinja."""
     # "Q: {query}" becomes {{- "Q: " -}}{{- said("query", "") -}}
     calls = {
-        "{instruction}": f'said("system", {json.dumps(reranker.instruction)})',
+        "{instruction}": f'said("system", {json.dumps(reranker.instruction, ensure_ascii=False)})',
         "{query}": 'said("query", "")',
         "{document}": 'said("document", "")',
     }

@@ -231,7 +231,7 @@ def refuse_labels(path: str) -> None:
     if is_own_checkpoint(path):
         return
     config = read_config(local_folder(path, weights=False))
-    labels = len(config.get("id2label") or []) or config.get("num_labels", 1)
+    labels = len(config.get("id2label") or []) or config.get("num_labels", 2)  # transformers does not write two
     if labels > 1 and any("Classification" in name for name in config.get("architectures") or []):
         raise ValueError(
             f"{path} is a classifier with num_labels={labels}, and a reranker has one score; give a model with one"

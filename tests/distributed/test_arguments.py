@@ -297,6 +297,8 @@ def test_arguments_for_queries_that_do_not_fit_are_refused(tmp_path: Path) -> No
     args = TrainingArguments(**given, eval_strategy="steps", metric_for_best_model="perplexity", report_to="none")
     with refuses(ValueError, "metric_for_best_model='perplexity' is not logged"):
         args.model("model", reranker={})
+    with refuses(ValueError, "preference and reranker are given"):
+        args.model("model", preference={}, reranker={})
     more: dict[str, Any] = {"overrides": {"validation_share": 0.5}}
     with refuses(ValueError, "pairs=True and queries='reranker'"):
         args.data("a.jsonl", None, SEQ_LENGTH, pairs=True, queries="reranker", **more)

@@ -67,16 +67,17 @@ class RerankingReader:
         """Return a row's pairs; ValueError for an empty text, another number or a label that the loss cannot use."""
         setting = self._setting
         first, second = (_listed(row[column]) for column in (self._first, self._second))
-        documents, labels = first, second
+        documents, labels, columns = first, second, [self._first] * len(first)
         if self._first == _POSITIVE:
             documents, labels = [*first, *second], [1.0] + [0.0] * len(second)
+            columns += [self._second] * len(second)
         if len(documents) != setting.documents or len(labels) != len(documents):
             raise ValueError(
                 f"{name} has {len(documents)} document(s) with {len(labels)} label(s), but"
                 f" documents={setting.documents} is set; give each row {setting.documents}, or change"
                 " Reranker(documents=...)"
             )
-        self._check_texts([(self._query, row[self._query]), *((self._first, text) for text in documents)], name)
+        self._check_texts([(self._query, row[self._query]), *zip(columns, documents, strict=True)], name)
         relevance = [self._relevance(label, name) for label in labels]
         if setting.loss != "binary_cross_entropy" and not max(relevance) > (
             min(relevance) if setting.loss == "ranknet" else 0

@@ -106,11 +106,12 @@ def test_long_pairs_keep_the_end_of_the_template_or_are_refused() -> None:
         ([{**LISTED, "labels": [-1, 1]}], SETTING, "'labels' of row 0 of rows.jsonl has -1"),
         ([{**PAIR, "label": None}], POINTWISE, "'label' of row 0 of rows.jsonl has None"),
         ([{**PAIR, "document": " "}], POINTWISE, "'document' of row 0 of rows.jsonl is empty"),
+        ([{**TRIPLET, "negative": " "}], SETTING, "'negative' of row 0 of rows.jsonl is empty"),
         ([{**PAIR, "query": None}], POINTWISE, "'query' of row 0 of rows.jsonl is of type NoneType"),
     ],
     ids=[
         *("columns", "two-forms", "instruction", "fewer", "more", "no-positive", "equal", "above", "below", "none"),
-        *("empty", "kind"),
+        *("empty", "empty-negative", "kind"),
     ],
 )
 def test_rows_that_do_not_fit_are_one_sentence(rows: list[dict[str, Any]], setting: Reranker, said: str) -> None:

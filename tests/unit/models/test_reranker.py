@@ -9,11 +9,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from jinja2 import Template
 from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_reciprocal_rank
 
 from lightning_mcore import LoRA, MCoreFinetuningData, MCoreReranker, MCoreStrategy, Reranker
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.data.embedding.texts import Texts, check_texts, collate_padded_texts
+from lightning_mcore.hf.cross_encoder_folder import chat_template
 from lightning_mcore.layers.reranking import LOSSES, ndcg, ranks, reciprocal_rank
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal.settings import MadeUpRows
@@ -87,13 +89,19 @@ def test_tokens_that_are_not_one_token_are_refused(tmp_path: Path) -> None:
 def test_a_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    labels = {"0": "bad", "1": "good"}
-    config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": labels}
-    (folder / "config.json").write_text(json.dumps(config))
-    with refuses(ValueError, "is a classifier with num_labels=2"):
-        MCoreReranker.from_pretrained(str(folder))
+    config |= {"architectures": ["Qwen3ForSequenceClassification"]}
+    for labels in ({"id2label": {"0": "bad", "1": "good"}}, {}):  # transformers leaves out the names of two labels
+        (folder / "config.json").write_text(json.dumps(config | labels))
+        with refuses(ValueError, "is a classifier with num_labels=2"):
+            MCoreReranker.from_pretrained(str(folder))
     [error] = make_plan(RunSettings(model={"path": str(folder), "reranker": {}}), 1).errors
     assert "is a classifier with num_labels=2" in error
+
+
+def test_the_chat_template_of_a_folder_writes_the_default_instruction() -> None:
+    setting = Reranker(template='\U0001f4d6 "{instruction}"\n{query}\\{document}', instruction="Find \U0001f50d 'it'")
+    messages = [{"role": "query", "content": "why"}, {"role": "document", "content": "so"}]
+    assert Template(chat_template(setting)).render(messages=messages) == setting.text_of("why", "so")
 
 
 # ---- losses and ranks
