@@ -35,6 +35,7 @@ from lightning_mcore.checkpoint.files import (
     names_in,
     open_store,
     read_manifest,
+    tensors_folder,
     writes_directly,
 )
 from lightning_mcore.checkpoint.files import verify as verify_files
@@ -48,7 +49,7 @@ from lightning_mcore.checkpoint.manifest import (
     size_of_tensor,
     tensors_of,
 )
-from lightning_mcore.checkpoint.older_formats import as_today, tensors_folder
+from lightning_mcore.checkpoint.older_formats import as_today
 from lightning_mcore.config.text import human
 
 __all__ = ["inspect", "main", "verify"]

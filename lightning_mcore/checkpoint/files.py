@@ -33,6 +33,7 @@ from lightning_mcore.checkpoint.manifest import (
     COMMON_FILE,
     DELETED_FIRST,
     MANIFEST_FILE,
+    METADATA_FILE,
     FileRecord,
     damaged,
     decode_manifest,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 # the records of all files. atomic.py puts the directory in place in one step. Remote stores: remote.py.
 _BLOCK = 1 << 22  # bytes read at once
 _READERS = 4  # files read at once
+_OF_NEMO = "weights"  # its folder with tensors, next to "context"
 
 
 def record_file(path: str | os.PathLike[str]) -> FileRecord:
@@ -207,6 +209,15 @@ def is_checkpoint_directory(path: str) -> bool:
     """Return whether ``path`` is a complete checkpoint directory of ours, after recovering one that was moved aside."""
     fs, root = open_store(path)
     return bool(fs.isfile(_join(root, MANIFEST_FILE)))
+
+
+def tensors_folder(path: str) -> str:
+    """Return the folder with the tensors of a checkpoint: for NeMo 2 ``path/weights``, otherwise ``path``."""
+    names = names_in(*open_store(path))
+    if METADATA_FILE in names or _OF_NEMO not in names:
+        return path
+    below = f"{path.rstrip('/')}/{_OF_NEMO}"
+    return below if METADATA_FILE in names_in(*open_store(below)) else path
 
 
 def is_megatron_checkpoint(path: str) -> bool:

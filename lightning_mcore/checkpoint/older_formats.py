@@ -21,14 +21,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_mcore.checkpoint.files import names_in, open_store
-from lightning_mcore.checkpoint.manifest import METADATA_FILE
 from lightning_mcore.checkpoint.rectangles import rectangles
 
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
 _NEMO = re.compile(r"^(optimizer\.state\.[^.]+\.)?(module\.)+")
 _STATE = re.compile(r"^optimizer\.state\.[^.]+\.")
-_NEMO_FOLDER = "weights"
 
 
 @dataclass
@@ -37,15 +34,6 @@ class RangeOfPiece(_StorageInfo):
 
     stored_shape: tuple[int, ...] = ()  # of the piece
     start: int = 0  # of the rectangle in the flattened piece, in elements
-
-
-def tensors_folder(path: str) -> str:
-    """Return the folder with the tensors of a checkpoint: for NeMo 2 ``path/weights``, otherwise ``path``."""
-    names = names_in(*open_store(path))
-    if METADATA_FILE in names or _NEMO_FOLDER not in names:
-        return path
-    below = f"{path.rstrip('/')}/{_NEMO_FOLDER}"
-    return below if METADATA_FILE in names_in(*open_store(below)) else path
 
 
 def as_today(metadata: Metadata) -> Metadata:

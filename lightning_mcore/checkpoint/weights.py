@@ -19,10 +19,10 @@ from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
 from lightning_mcore.checkpoint import manifest, model_state
+from lightning_mcore.checkpoint.files import tensors_folder
 from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
-from lightning_mcore.checkpoint.older_formats import tensors_folder
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
 from lightning_mcore.parallel.chunks import built_chunks

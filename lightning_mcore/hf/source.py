@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint.older_formats import tensors_folder
 from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
 from lightning_mcore.hf.family import HIDDEN, SCORE, SCORING, VALUE_HEAD, VALUE_HEAD_FILE, Family, split_fields
@@ -401,7 +400,7 @@ def absolute(path: str) -> str:
 
 def refuse_megatron_checkpoint(path: str) -> None:
     """Raise ValueError for a checkpoint of Megatron-LM or another program, which does not describe its model."""
-    if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(tensors_folder(path)):
+    if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(checkpoint_files.tensors_folder(path)):
         raise ValueError(
             f"{path} is a checkpoint of Megatron-LM or another program, which does not describe its model; start"
             f" from its weights with self.load_weights({path!r}) in configure_model"

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, least_sizes, read_metadata
-from lightning_mcore.checkpoint.older_formats import as_today, tensors_folder
+from lightning_mcore.checkpoint.older_formats import as_today
 from lightning_mcore.checkpoint.reader import OF_AN_OPTIMIZER, ShardReader
 from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.hf.weight_map import whole_names
@@ -252,7 +252,7 @@ class StoredTensors:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path = tensors_folder(path)
+        self.path = path = checkpoint_files.tensors_folder(path)
         if not checkpoint_files.writes_directly(path):
             raise ValueError(f"{path} is not on a disk of this machine; download it, and give the folder")
         fs, self._root = checkpoint_files.open_store(path)

@@ -90,9 +90,10 @@ def fake_cuda(
         options = _OPTIONS()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size, pg_options=options)
         stack.callback(dist.destroy_process_group)
-        # PyTorch asks whether a GPU has this kernel, and else keeps more for the backward pass. Fake tensors call none.
+        # PyTorch asks whether a GPU has these kernels. Without them, it keeps more for the backward pass of a norm, and
+        # that of SwiGLU takes seven operators. Fake tensors call none of them.
         kernels = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
-        for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
+        for name in ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward", "mish_backward"):
             kernels.impl(name, _returns(None))  # type: ignore[no-untyped-call]
         with counts:
             yield counts

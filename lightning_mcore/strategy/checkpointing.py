@@ -43,7 +43,6 @@ from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.checkpoint.megatron_lm import optimizer_class
 from lightning_mcore.checkpoint.model_state import StoredState
-from lightning_mcore.checkpoint.older_formats import tensors_folder
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state, reload_weights
 from lightning_mcore.data import loop_progress
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
@@ -276,7 +275,7 @@ class Checkpoints:
         path: str = strategy.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
         io = strategy.checkpoint_io
         if isinstance(io, MCoreCheckpointIO) and run_on_rank0(lambda: io.is_directory(path)):
-            path = run_on_rank0(lambda: tensors_folder(path))
+            path = run_on_rank0(lambda: checkpoint_files.tensors_folder(path))
             if run_on_rank0(lambda: checkpoint_files.is_megatron_checkpoint(path)):
                 return self._load_megatron(path, io, weights_only)
             state = io.load_directory(path, weights_only)
