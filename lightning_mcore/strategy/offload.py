@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mcore.config.value_checks import require_size
+from lightning_mcore.parallel.chunks import built_chunks
 
 _Packed = Tensor | tuple[torch.device, Tensor]
 
@@ -57,7 +58,16 @@ class OffloadActivations(pl.Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note which memory belongs to the model."""
+        """Note which memory belongs to the model.
+
+        Raises ``ValueError`` with ``gradient_accumulation_fusion``, whose kernels read attributes of a weight that they
+        have saved; PyTorch's hooks do not keep these.
+        """
+        if getattr(built_chunks(pl_module).config, "gradient_accumulation_fusion", False):
+            raise ValueError(
+                "OffloadActivations hides the gradients of weights from the kernels of"
+                " gradient_accumulation_fusion=True; leave one of them out"
+            )
         tensors = [*pl_module.parameters(), *pl_module.buffers()]
         self._kept = {tensor.untyped_storage()._cdata for tensor in tensors}
 
@@ -79,7 +89,11 @@ class OffloadActivations(pl.Callback):
         self._hooks.close()
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        if not self._moves(tensor) or tensor.untyped_storage()._cdata in self._kept:
+        # What a backward pass computes again, it needs at once. Sparse tensors have no storage.
+        is_recomputed = torch._C._current_graph_task_id() >= 0
+        if is_recomputed or tensor.layout is not torch.strided or not self._moves(tensor):
+            return tensor
+        if tensor.untyped_storage()._cdata in self._kept:
             return tensor
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         # Both copies run in the order of the stream: the memory is free for what is computed after the first, and the

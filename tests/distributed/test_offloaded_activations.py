@@ -2,11 +2,14 @@
 """Activations that wait in host memory change no number, and leave the device's memory."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.callbacks import OffloadActivations
@@ -36,6 +39,7 @@ class Everything(OffloadActivations):
         self.moved = 0
 
     def _moves(self, tensor: Tensor) -> bool:
+        assert torch._C._current_graph_task_id() < 0, "what a backward pass has computed again needs no move"
         self.moved += 1
         return True
 
@@ -62,7 +66,8 @@ def test_no_number_changes(name: str) -> None:
     for plain, moved in zip(*(run_ranks(ranks, train, layout, fields, moves) for moves in (False, True)), strict=True):
         assert plain[0] == moved[0]
         assert all(torch.equal(one, other) for one, other in zip(plain[1], moved[1], strict=True))
-        assert (plain[2], moved[2] > 20) == (0, True)
+        # A rank of the run with recompute has two layers with an input in each of four microbatches
+        assert (plain[2], moved[2] >= (8 if fields == RECOMPUTE else 20)) == (0, True)
 
 
 def test_activations_leave_the_device_of_a_rehearsal() -> None:
@@ -75,8 +80,24 @@ def test_activations_leave_the_device_of_a_rehearsal() -> None:
         held.append(sum(holder.bytes for holder in report.holders if holder.kind == "activations"))
         waits.append(sum(wait.times for wait in report.waits))
     plain, offloaded, recomputed, both = held
-    assert (offloaded < 0.01 * plain, both < 0.1 * recomputed) == (True, True)
+    assert offloaded < 0.01 * plain
+    assert recomputed - both == SIZES["num_layers"] * 2 * LENGTH * SIZES["hidden_size"] * 2  # inputs of layers, bf16
     assert len({*waits}) == 1  # the copies wait for nothing
+
+
+def test_kernels_that_add_to_the_gradients_of_weights_are_refused() -> None:
+    module = pl.LightningModule()
+    module.config = SimpleNamespace(gradient_accumulation_fusion=True)  # type: ignore[assignment]
+    with refuses(ValueError, "gradient_accumulation_fusion=True"):
+        OffloadActivations().on_train_start(pl.Trainer(accelerator="cpu", logger=False), module)
+
+
+def test_a_sparse_matrix_stays() -> None:
+    matrix, there = torch.eye(3).to_sparse(), torch.ones(3, 2, requires_grad=True)
+    with saved_tensors_hooks(Everything()._pack, lambda packed: packed):
+        torch.sparse.mm(matrix, there).sum().backward()
+    assert there.grad is not None
+    assert torch.equal(there.grad, torch.ones(3, 2))
 
 
 @on_ranks(2)
