@@ -140,7 +140,7 @@ def _build(
     arguments: dict[str, Any],
     check: Callable[[str, Mapping[str, Any]], None] | None,
 ) -> _M:
-    io = MCoreCheckpointIO()
+    io, path = MCoreCheckpointIO(), tensors_folder(path)
     state: dict[str, Any] = dict(_pl_migrate_checkpoint(io.load_checkpoint(path, weights_only=weights_only), path))
     recorded = state.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     refuse_code(path, {name: value for name, value in recorded.items() if name not in arguments})

@@ -118,3 +118,5 @@ def test_a_folder_of_nemo_is_checked_shown_and_exported(tmp_path: Path) -> None:
 def test_a_folder_of_nemo_does_not_describe_its_model() -> None:
     with refuses(ValueError, "is a checkpoint of Megatron-LM or another program"):
         MCoreGPT.from_pretrained(str(FOLDERS["nemo"]))
+    with refuses(ValueError, "does not say how to build its model"):
+        MCoreGPT.load_from_checkpoint(str(FOLDERS["nemo"]))
