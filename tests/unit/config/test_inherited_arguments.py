@@ -122,3 +122,16 @@ def test_values_are_passed_on_and_help_is_taken_over() -> None:
         "name": "Its name.",
         "seed": "Another seed.",
     }
+
+
+class AnyArguments(MCoreEmbedding):
+    def __init__(self, extra: int = 3, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.extra = extra
+
+
+@pytest.mark.parametrize("kind", [MCorePreference, MCoreEmbedding, MCoreReranker, AnyArguments])
+def test_hyper_parameters_are_arguments_of_the_class(kind: type[MCoreGPT]) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    recorded = kind(vocab_size=64, seq_length=16, transformer=sizes).hparams  # type: ignore[call-arg]
+    assert kind(**recorded).hparams == recorded
