@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning callbacks: what watches a run on any layout, averages of its weights, activations in host memory."""
+"""Lightning callbacks that watch a run on any layout, average its weights, or keep activations in host memory."""
 
 from lightning_mcore.parallel.megatron_import import import_megatron
 

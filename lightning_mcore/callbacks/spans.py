@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Lightning profiler that reports a run to OpenTelemetry: Lightning tells a profiler when a save begins and ends."""
+"""A profiler that reports a run to OpenTelemetry; Lightning tells only profilers when a save begins and ends."""
 
 import importlib
 from typing import Any
@@ -15,9 +15,9 @@ class OpenTelemetryProfiler(Profiler):
     """Records OpenTelemetry spans for epochs, batches, validations and checkpoint saves, on every rank.
 
     Pass it to ``Trainer(profiler=...)``. Spans are named ``epoch``, ``batch``, ``validation`` and ``save``, and are
-    nested as the parts of the run are. The attribute ``rank`` has the rank with its coordinates, ``step`` the optimizer
-    steps done. Set up an exporter as in any program that uses ``opentelemetry-sdk``; without one, spans are dropped. A
-    ``save`` span covers only the time for which training waits.
+    nested as the parts of the run are. The attribute ``rank`` has the rank with its coordinates, and ``step`` the
+    number of completed optimizer steps. Set up an exporter as in any program that uses ``opentelemetry-sdk``; without
+    one, spans are dropped. A ``save`` span covers only the time for which training waits.
 
     Raises:
         ModuleNotFoundError: The package ``opentelemetry-api`` is not installed.

@@ -49,9 +49,9 @@ class _Averaged:
 class WeightAveraging(callbacks.WeightAveraging):
     """Lightning's ``WeightAveraging`` on any layout: averages the weights, and validates with the average.
 
-    Arguments, ``should_update`` and the times of updates are Lightning's. Each rank averages its own part of the model,
-    so the result matches a one-rank run. Averages of 16-bit weights are kept in fp32. After ``fit``, the model holds
-    the average, and :class:`SaveHFModel` writes it. Under another strategy this is Lightning's callback.
+    Arguments, ``should_update`` and the timing of updates are Lightning's. Each rank averages its own part of the
+    model, so the result matches a one-rank run. Averages of 16-bit weights are kept in fp32. After ``fit``, the model
+    holds the average, and :class:`SaveHFModel` writes it. Under another strategy this is Lightning's callback.
 
     Unlike with Lightning's callback, a checkpoint holds the training weights under their own names, and the average
     separately. If a run with this callback reads it, ``fit`` continues both exactly, on any layout, and ``validate``,
@@ -123,7 +123,7 @@ class WeightAveraging(callbacks.WeightAveraging):
             self._latest_update_step = trainer.global_step
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Update the average if the epoch counts."""
+        """Update the average if ``should_update`` selects the epoch."""
         if not self._averaged:
             super().on_train_epoch_end(trainer, pl_module)
         elif trainer.current_epoch > self._latest_update_epoch and self.should_update(epoch_idx=trainer.current_epoch):
@@ -196,11 +196,11 @@ class WeightAveraging(callbacks.WeightAveraging):
         self._averaged = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning keeps, the last epoch that was counted, and the number of updates."""
+        """Return what Lightning keeps, the last epoch with an update, and the number of updates."""
         return {**super().state_dict(), "updates": self._updates, "latest_update_epoch": self._latest_update_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load it; checkpoints of Lightning's callback lack the last two."""
+        """Load the state; checkpoints of Lightning's own callback lack the last epoch and the number of updates."""
         super().load_state_dict(state_dict)
         self._updates = state_dict.get("updates", 0)
         self._latest_update_epoch = state_dict.get("latest_update_epoch", self._latest_update_epoch)

@@ -45,14 +45,15 @@ class MCoreEmbedding(MCoreGPT):
     """A GPT that turns texts into vectors, trained on queries, texts that answer them and texts that do not.
 
     The vector of a text is pooled from the hidden states after the last norm, and has length 1. There is no output
-    layer. Multi-token prediction is off. The losses of routers are added as in ``MCoreGPT``.
+    layer. Multi-token prediction is off. Router losses are added as in ``MCoreGPT``.
 
     Logs ``train_loss``, a mean over queries, and ``train_accuracy``, the fraction of queries that are more similar to
-    their positive than to any other text. Validation and testing log ``val_loss``, ``val_accuracy`` and
-    ``val_mrr`` (mean reciprocal rank of the positive), and the same with ``test_``. Accuracies and ranks use full-size
-    vectors. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the vectors.
+    their positive than to any other text. Validation logs ``val_loss``, ``val_accuracy`` and ``val_mrr``
+    (mean reciprocal rank of the positive); testing logs the same names with ``test_``. Accuracies and ranks use
+    full-size vectors. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the
+    vectors.
 
-    The arguments are those of :class:`~lightning_mcore.MCoreGPT` without ``loss_normalization``, and ``embedding``.
+    The arguments are those of :class:`~lightning_mcore.MCoreGPT` except ``loss_normalization``, plus ``embedding``.
 
     Args:
         embedding: Pooling, loss, hard negatives and prompts; :class:`~lightning_mcore.Embedding` has the settings.
@@ -118,7 +119,7 @@ class MCoreEmbedding(MCoreGPT):
     ) -> "MCoreEmbedding":
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
-        The arguments are those of :meth:`MCoreGPT.from_pretrained` without ``loss_normalization``, and ``embedding`` as
+        The arguments are those of :meth:`MCoreGPT.from_pretrained` except ``loss_normalization``, plus ``embedding`` as
         in the constructor. ``path`` may also be the folder of a ``SentenceTransformer`` with a decoder. The output
         layer of a language model is not read.
 
@@ -191,12 +192,12 @@ class MCoreEmbedding(MCoreGPT):
             self._compare_numbers(-(-rows // most), "microbatches in a batch", "a batch of as many rows")
 
     def on_validation_start(self) -> None:
-        """Compare the numbers of batches; ValueError if data-parallel ranks, which compare texts in each, differ."""
+        """Raise ValueError if data-parallel ranks, which compare the texts of a batch, differ in their batch counts."""
         super().on_validation_start()
         self._compare_numbers([*self.trainer.num_val_batches], "validation batches", _SAMPLED)
 
     def on_test_start(self) -> None:
-        """Compare the numbers of batches as before a validation."""
+        """Compare the numbers of batches, as :meth:`on_validation_start` does."""
         self._compare_numbers([*self.trainer.num_test_batches], "test batches", _SAMPLED)
 
     def _compare_numbers(self, own: Any, what: str, remedy: str) -> None:
@@ -272,7 +273,7 @@ class MCoreEmbedding(MCoreGPT):
 
 
 def require_weights(batch: Batch, weighs: bool) -> None:
-    """Raise ValueError for packed rows, which hold different numbers of queries, if a mean does not weigh them."""
+    """Raise ValueError for packed rows, whose numbers of queries differ, if the mean is not weighted by them."""
     if is_packed(batch) and not weighs:
         raise ValueError(
             "packed rows hold different numbers of queries, which calculate_per_token_loss=False would not weigh;"
@@ -281,7 +282,7 @@ def require_weights(batch: Batch, weighs: bool) -> None:
 
 
 def require_lengths(batch: Batch) -> None:
-    """Raise ValueError for a padded batch that does not tell where its texts end, or with an empty text."""
+    """Raise ValueError for a padded batch that does not tell where its texts end, or that contains an empty text."""
     if not is_packed(batch) and "lengths" not in batch:
         raise ValueError(
             f"a padded batch with {', '.join(batch)} has no lengths, so it does not tell where its texts end; add"

@@ -39,18 +39,18 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 class MCoreReranker(MCoreGPT):
     """A GPT that scores a query and a document, trained on queries with documents that are relevant or not.
 
-    A score is the last token's: the output of a layer with one output, which replaces the output layer, or with
-    ``Reranker(tokens=["yes", "no"])`` a difference of logits of the language model, of which only these are computed.
-    Multi-token prediction is off. The losses of routers are added as in ``MCoreGPT``.
+    A score is computed from the last token. By default, a layer with one output replaces the output layer. With
+    ``Reranker(tokens=["yes", "no"])``, the score is the difference between the language model's logits of these two
+    tokens, and no other logits are computed. Multi-token prediction is off. Router losses are added as in ``MCoreGPT``.
 
     Logs ``train_loss``, a mean over queries, and ``train_accuracy``, the fraction of queries whose most relevant
     document has the highest score (with ``documents=1``, whether the score is above 0 if the label is above 0.5).
-    Validation and testing log ``val_loss``, ``val_accuracy``, and with two or more documents ``val_mrr`` (mean
-    reciprocal rank of the first relevant document) and ``val_ndcg`` over the queries with a relevant document, and the
-    same with ``test_``. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the
-    scores. With LoRA, a score layer is trained in full.
+    Validation logs ``val_loss``, ``val_accuracy``, and with two or more documents ``val_mrr`` (mean reciprocal rank of
+    the first relevant document) and ``val_ndcg`` over the queries with a relevant document. Testing logs the same names
+    with ``test_``. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the scores.
+    With LoRA, a score layer is trained in full.
 
-    The arguments are those of :class:`~lightning_mcore.MCoreGPT` without ``loss_normalization``, and ``reranker``.
+    The arguments are those of :class:`~lightning_mcore.MCoreGPT` except ``loss_normalization``, plus ``reranker``.
 
     Args:
         reranker: Loss, documents, score and template; :class:`~lightning_mcore.Reranker` has the settings.
@@ -119,7 +119,7 @@ class MCoreReranker(MCoreGPT):
     ) -> "MCoreReranker":
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
-        The arguments are those of :meth:`MCoreGPT.from_pretrained` without ``loss_normalization``, and ``reranker`` as
+        The arguments are those of :meth:`MCoreGPT.from_pretrained` except ``loss_normalization``, plus ``reranker`` as
         in the constructor. A score layer is read from a ``*ForSequenceClassification`` with one label; from a language
         model, it starts at random.
 
@@ -176,7 +176,7 @@ class MCoreReranker(MCoreGPT):
         """Check a batch as ``MCoreGPT`` does, and that it has a query's documents next to each other.
 
         Raises:
-            ValueError: The sequences are not such documents, or a microbatch would cut those of a query apart.
+            ValueError: The sequences are not such documents, or a microbatch would separate the documents of a query.
         """
         if self._trainer is None or not self._trainer.predicting:
             check_texts(batch, self.reranker)

@@ -60,8 +60,8 @@ class OffloadActivations(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note which memory belongs to the model.
 
-        Raises ``ValueError`` with ``gradient_accumulation_fusion``, whose kernels read attributes of a weight that they
-        have saved; PyTorch's hooks do not keep these.
+        Raises ``ValueError`` with ``gradient_accumulation_fusion``, whose kernels save a weight and read its attributes
+        in the backward pass; PyTorch's hooks do not keep attributes.
         """
         if getattr(built_chunks(pl_module).config, "gradient_accumulation_fusion", False):
             raise ValueError(
@@ -72,16 +72,16 @@ class OffloadActivations(pl.Callback):
         self._kept = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
-        """Move what is saved from here on."""
+        """Start to move what the forward pass keeps."""
         self._hooks.close()  # if another callback has skipped the rest of the last batch
         self._hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
-        """Move nothing that validation keeps."""
+        """Stop, so that nothing is moved in validation."""
         self._hooks.close()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Move nothing after the last batch, even if another callback has skipped it."""
+        """Stop, in case another callback has skipped the last batch."""
         self._hooks.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -127,9 +127,10 @@ class MCoreStrategy(DDPStrategy):
         data_parallel_sharding: What Megatron's FSDP shards across the data-parallel ranks: with
             ``"optim_grads_params"``, optimizer state, gradients and parameters, which are gathered one layer at a time
             (ZeRO-3); with ``"optim_grads"``, all but the parameters (ZeRO-2). None for no FSDP.
-        overlap_grad_reduce: Reduce gradients while backward still runs; None as for ``use_distributed_optimizer``.
+        overlap_grad_reduce: Reduce gradients while backward still runs; None for the value in ``ddp_config``, False by
+            default.
         overlap_param_gather: Gather updated parameters while the next forward runs; needs ``use_distributed_optimizer``
-            and ``overlap_grad_reduce``. None as for these.
+            and ``overlap_grad_reduce``. None for the value in ``ddp_config``, False by default.
         align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: reduce on all stages at the same time.
         overlap_p2p_comm: Send between stages while computing; None turns it on for the interleaved schedule.
         microbatch_group_size_per_vp_stage: Microbatches that the interleaved schedule runs through one chunk before the
@@ -403,7 +404,7 @@ class MCoreStrategy(DDPStrategy):
             rank_zero_info(f"MCoreStrategy: the model has {whole} parameters; rank 0 holds {own}")
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Put Megatron's step behind the optimizers of ``configure_optimizers``."""
+        """Create the optimizers of ``configure_optimizers`` so that ``step`` runs Megatron's optimizer step."""
         self._reset_optimizers_and_schedulers()
         optimizers, self.lr_scheduler_configs = run_on_all_ranks(lambda: configure_optimizers(self._module))
         agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
@@ -428,7 +429,7 @@ class MCoreStrategy(DDPStrategy):
         self.checkpoints.load_optimizers(checkpoint)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed dataloader workers by data-parallel rank, track the position in the data, and compare what is read."""
+        """Seed workers by data-parallel rank, track the position in the data, and compare the batches of the ranks."""
         self.resume.process_dataloader(dataloader)
         return self.batches.follow(dataloader)
 
@@ -484,7 +485,7 @@ class MCoreStrategy(DDPStrategy):
         return self._runner.block_backward_sync()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Do nothing, because there is no torch DDP to prepare for the loss, a scalar ``[]``."""
+        """Do nothing: unlike torch's DDP, Megatron needs no preparation for the loss, a scalar ``[]``."""
 
     @stop_iteration_is_an_error
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
