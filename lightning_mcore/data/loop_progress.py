@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loops.loop import _Loop
 
@@ -153,6 +154,17 @@ def load_loaders(fit: Any) -> None:
     fit._combined_loader._load_state_dicts(fit._combined_loader_states_to_load)
     fit._combined_loader_states_to_load = []
     iter(fit._data_fetcher)
+
+
+def end_pass(fit: Any) -> None:
+    """Let a loader see the end of the pass whose state it has loaded, as it would have in the run that saved it.
+
+    Lightning does not read beyond the last batch of a loader whose length it knows. A loader that has not noticed the
+    end would take the next pass, which is that of the next epoch, for the rest of this one.
+    """
+    [loader] = fit._combined_loader.flattened
+    if sized_len(loader) == fit.max_batches:  # otherwise limit_train_batches has left some
+        next(fit._combined_loader._iterator.iterators[0], None)
 
 
 def skip_batches(fetcher: Any, batches: int) -> None:

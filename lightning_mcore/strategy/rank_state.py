@@ -104,8 +104,9 @@ class RankState:
     @property
     def can_open_later(self) -> bool:
         """Whether the next epoch may open its loaders again; Lightning has opened them before ``on_train_start``."""
-        # Opening a loader without an index may consume data.
-        return set(self.kinds) <= {"index"}
+        # Opening a loader that is only read may consume data. One that keeps its own state must be opened again, as
+        # its state belongs to the epoch that has ended, and the first pass has nothing left.
+        return "read" not in self.kinds
 
     def position(self, index: int) -> Position | None:
         """Return where the loader with this index continues; None if it has no position."""

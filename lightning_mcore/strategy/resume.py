@@ -252,7 +252,11 @@ class ExactResume:
     def _leave_epoch(self, fit: Any, restored: RankState) -> None:
         """Begin the next epoch, or end the one whose last validation has run."""
         fit._restarting = False  # otherwise Lightning would not step plateau schedulers at the end of this epoch
+        if fit._combined_loader_states_to_load and not self._trackers:
+            loop_progress.load_loaders(fit)
         if restored.is_between_epochs:
+            if restored.kinds == ["stateful"]:
+                loop_progress.end_pass(fit)
             loop_progress.begin_epoch(fit, restored.progress, restored.can_open_later)
             if restored.progress.waits:
                 loop_progress.step_plateaus(fit)

@@ -505,19 +505,19 @@ CASES: dict[str, Case] = {
     "stateful": Case(
         module=Dropping,
         data=Remembering,
-        moments=("batch 2", "batch 8"),
+        moments=("batch 2", "batch 6", "epoch 0", "batch 8"),
         trainer={"max_epochs": 2},
     ),
     "stateful-counted": Case(
         module=Counting,
         data=Remembering,
-        moments=("batch 2", "batch 8"),
+        moments=("batch 2", "batch 6", "epoch 0", "batch 8"),
         trainer={"max_epochs": 2},
     ),
     "stateful-unsized": Case(
         module=Dropping,
         data=RememberingWithoutLength,
-        moments=("batch 2", "batch 8"),
+        moments=("batch 2", "batch 6", "epoch 0", "batch 8"),
         trainer={"max_epochs": 2},
     ),
     "generator": Case(
