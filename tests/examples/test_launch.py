@@ -2,7 +2,8 @@
 """The scripts that start runs do so: on one machine, with torchrun on two "machines" on loopback, and under SLURM.
 
 They run as a user runs them, with CPU ranks and a tiny model. In SLURM's place stands a ``srun`` that starts the tasks
-with the variables that SLURM sets. The commands of ``cluster/`` run with the variables of SkyPilot and Kubeflow.
+with the variables that SLURM sets, and knows the options of its plugin Pyxis for containers. The commands of
+``cluster/`` run with the variables of SkyPilot and Kubeflow.
 """
 
 import contextlib
@@ -23,17 +24,40 @@ from packaging.requirements import Requirement
 from tests.support.ranks import free_port, program_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+GUIDE = EXAMPLES.parent / "docs" / "start" / "cluster.md"
 SECONDS = 240.0  # a run takes 15 to 30 on two free cores
 SHORT = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", "--trainer.enable_checkpointing=false"]
 ENDED = "`max_steps=2` reached"
 
-SRUN = """#!/bin/bash
-shift  # --kill-on-bad-exit
-for rank in 0 1; do
-    SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NODEID=$rank "$@" &
-    tasks[$rank]=$!
-done
-wait "${tasks[0]}" && wait "${tasks[1]}"
+SRUN = """#!{python}
+import argparse, os, pathlib, subprocess, sys
+
+options = argparse.ArgumentParser("srun", allow_abbrev=False)
+options.add_argument("--kill-on-bad-exit", choices=["0", "1"])
+for name in ("image", "mounts", "workdir", "name", "save", "env"):  # the options of Pyxis
+    options.add_argument("--container-" + name)
+for name in ("mount-home", "remap-root", "entrypoint"):
+    options.add_argument("--container-" + name, action=argparse.BooleanOptionalAction)
+for name in ("entrypoint-log", "writable", "readonly"):
+    options.add_argument("--container-" + name, action="store_true")
+options.add_argument("command", nargs=argparse.REMAINDER)
+given = options.parse_args()
+folder = pathlib.Path.cwd()
+if given.container_image:
+    workdir = pathlib.Path(given.container_workdir)
+    mounts = [mount.split(":") for mount in given.container_mounts.split(",")]
+    [source, target] = next(mount[:2] for mount in mounts if workdir.is_relative_to(mount[1]))
+    folder = pathlib.Path(source, workdir.relative_to(target))
+    print("in a container of", given.container_image, flush=True)
+tasks = [
+    subprocess.Popen(
+        given.command,
+        cwd=folder,
+        env={{**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)}},
+    )
+    for rank in range(2)
+]
+sys.exit(max([task.wait() for task in tasks], key=abs))
 """
 
 
@@ -98,12 +122,22 @@ def test_two_machines_with_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_tasks_of_slurm(tmp_path: Path) -> None:
-    stub = tmp_path / "srun"
-    stub.write_text(SRUN)
+@pytest.mark.parametrize("container", [False, True])
+def test_two_tasks_of_slurm(container: bool, tmp_path: Path) -> None:
+    """In containers, the tasks find their files only through the options that the guide adds to ``srun``."""
+    stub, script = tmp_path / "srun", EXAMPLES / "launch_slurm.sh"
+    stub.write_text(SRUN.format(python=sys.executable))
     stub.chmod(0o755)
+    if container:
+        (tmp_path / "shared").mkdir()
+        (tmp_path / "shared" / "lightning_mcore").symlink_to(EXAMPLES.parent)
+        options = " ".join(re.findall(r"--container-\S+=[^\s`]+", GUIDE.read_text()))
+        options = options.replace("=/shared:", f"={tmp_path}/shared:")
+        text, script = script.read_text(), tmp_path / script.name
+        script.write_text(text.replace("srun --", f"srun {options} --"))
+        script.chmod(0o755)
     slurm = {
-        "SLURM_SUBMIT_DIR": str(EXAMPLES),
+        "SLURM_SUBMIT_DIR": str(tmp_path if container else EXAMPLES),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NAME": "lightning-mcore",
         "SLURM_NNODES": "2",
@@ -111,8 +145,9 @@ def test_two_tasks_of_slurm(tmp_path: Path) -> None:
         "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_NODELIST": "127.0.0.1",
     }
-    with started("launch_slurm.sh", tmp_path, **slurm) as process:
+    with started(str(script), tmp_path, **slurm) as process:
         output = end_of(process)
+    assert ("in a container of IMAGE" in output) == container
     assert output.count("MEMBER: 1/2") == output.count("MEMBER: 2/2") == 1
     assert ENDED in output
 
