@@ -103,7 +103,9 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
     if fullest is not None:
         limit = f" of {size(plan.memory_limit)}" if plan.memory_limit is not None else ""
         without = " without activations" if plan.backend == OWN else ""
-        lines.append(("memory", f"{size(fullest.memory.total)}{limit} on each rank of stage {fullest.stage}{without}"))
+        when = ", while it copies the weights at startup" if fullest.memory.setup > fullest.memory.step else ""
+        where = f"on each rank of stage {fullest.stage}{without}{when}"
+        lines.append(("memory", f"{size(fullest.memory.total)}{limit} {where}"))
     return lines
 
 
