@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lightning_mcore.config.rules.model import weighted_by_tokens
+from lightning_mcore.config.rules.model import faults_of_mean
 from lightning_mcore.config.value_checks import from_fields, require_choice, require_number, require_size
 
 Pooling: TypeAlias = Literal["last", "mean"]
@@ -101,12 +101,7 @@ def faults_with_model(embedding: Embedding, config: Any) -> Iterator[str]:
             f"matryoshka_sizes={embedding.matryoshka_sizes} with hidden_size={config.hidden_size}: a vector has no"
             f" {largest} numbers; choose sizes up to {config.hidden_size}"
         )
-    weighted = weighted_by_tokens(config)
-    if config.calculate_per_token_loss and weighted:
-        yield (
-            f"calculate_per_token_loss=True with {weighted[0]}={getattr(config, weighted[0])}: the loss is a mean"
-            " over queries, and Megatron weights that one by tokens; leave calculate_per_token_loss out"
-        )
+    yield from faults_of_mean(config)
 
 
 def faults_of_batch(embedding: Embedding, rows: int, copies: int) -> Iterator[str]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.config.value_checks import choices, from_fields, make_fields_plain, require_choice, require_size
 
 RerankingLoss: TypeAlias = Literal["softmax", "binary_cross_entropy", "ranknet"]
@@ -144,19 +143,6 @@ class Reranker:
 
 _BRACES = tuple(f"{{{name}}}" for name in _PLACES)
 _PLACE = re.compile("(" + "|".join(map(re.escape, _BRACES)) + ")")
-
-
-def faults_with_model(config: Any) -> Iterator[str]:
-    """Yield a sentence for each setting that a model does not allow.
-
-    ``config`` is the model's config, or any object with ``calculate_per_token_loss`` and some of its fields.
-    """
-    weighted = weighted_by_tokens(config)
-    if config.calculate_per_token_loss and weighted:
-        yield (
-            f"calculate_per_token_loss=True with {weighted[0]}={getattr(config, weighted[0])}: the loss is a mean"
-            " over queries, and Megatron weights that one by tokens; leave calculate_per_token_loss out"
-        )
 
 
 def faults_of_batch(reranker: Reranker, rows: int) -> Iterator[str]:

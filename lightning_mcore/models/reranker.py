@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
-from lightning_mcore.config.reranking import Reranker, faults_of_batch, faults_with_model
+from lightning_mcore.config.reranking import Reranker, faults_of_batch
 from lightning_mcore.config.rules import raise_first
+from lightning_mcore.config.rules.model import faults_of_mean
 from lightning_mcore.data.embedding.texts import check_texts
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.hf.family import SCORING
@@ -144,7 +145,7 @@ class MCoreReranker(MCoreGPT):
                 a few logits are computed.
         """
         super().check_settings()
-        raise_first(faults_with_model(self._build_config()))
+        raise_first(faults_of_mean(self._build_config()))
         if self.reranker.tokens is not None and self.lora is not None and self.lora.adapts("lm_head"):
             raise ValueError(
                 f"target_modules={self.lora.target_modules!r} gives the output layer an adapter, but"

@@ -14,7 +14,7 @@ from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.preference import Preference, faults_with_model
 from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.reranking import faults_of_batch as faults_of_documents
-from lightning_mcore.config.reranking import faults_with_model as faults_of_reranker
+from lightning_mcore.config.rules.model import faults_of_mean
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.peft_folder import given_lora
@@ -99,7 +99,7 @@ def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: Glob
         if batch is not None and not batch.is_assumed and not settings.data.get("packing"):
             yield from faults_of_batch(embedding, batch.micro_batch_size, batch.data_parallel_size)
     if "reranker" in model:
-        yield from faults_of_reranker(config)
+        yield from faults_of_mean(config)
         if batch is not None and not batch.is_assumed and not settings.data.get("packing"):
             yield from faults_of_documents(Reranker.of(model["reranker"]), batch.micro_batch_size)
     if "preference" not in model:

@@ -9,7 +9,7 @@ data; a field in none of them works wherever Megatron accepts it.
 ``parallel/chunks.py`` calls it for the config of any other model.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -349,6 +349,19 @@ def weighted_by_tokens(config: Any) -> list[str]:
         "mtp_num_layers": bool(fields["mtp_num_layers"]),
     }
     return [name for name, there in is_there.items() if there]
+
+
+def faults_of_mean(config: Any) -> Iterator[str]:
+    """Yield a sentence if layers of a model, whose loss is a mean over queries, have losses weighted by tokens.
+
+    ``config`` is as in :func:`weighted_by_tokens`, with ``calculate_per_token_loss``.
+    """
+    weighted = weighted_by_tokens(config)
+    if config.calculate_per_token_loss and weighted:
+        yield (
+            f"calculate_per_token_loss=True with {weighted[0]}={getattr(config, weighted[0])}: the loss is a mean"
+            " over queries, and Megatron weights that one by tokens; leave calculate_per_token_loss out"
+        )
 
 
 def check_average_in_collective(average_in_collective: bool, config: Any) -> None:
