@@ -210,7 +210,11 @@ class ExactResume:
 
         def keep() -> None:
             if fit._data_fetcher.length is None:
-                self._states_before_fetch = copy.deepcopy(fit._combined_loader._state_dicts())
+                stateful = (loader for loader in fit._combined_loader.flattened if kind_of(loader) == "stateful")
+                self._states_before_fetch = [
+                    None if getattr(loader, "counts_trained_batches", False) else copy.deepcopy(loader.state_dict())
+                    for loader in stateful
+                ]
             before_fetch()
 
         self._restores.enter_context(mock.patch.object(fit.epoch_loop, "_on_before_fetch", keep))
@@ -330,7 +334,9 @@ class ExactResume:
         # A rank that only receives its batches does not know the state of the loaders.
         stateful = fit_state.get("combined_loader", [])
         if getattr(trainer.fit_loop._data_fetcher, "batches", None) and self._states_before_fetch is not None:
-            stateful = self._states_before_fetch  # a batch has been read that no step has used
+            # A batch has been read that no step has used.
+            pairs = zip(self._states_before_fetch, stateful, strict=True)
+            stateful = [now if before is None else before for before, now in pairs]
         loaders, stateful = self._strategy.batches.from_reader((self._loader_states(trainer, progress), stateful))
         state = RankState(
             coordinates=self._coordinates(),

@@ -42,6 +42,8 @@ class StreamLoader:
     keeps one for each data-parallel rank.
     """
 
+    counts_trained_batches = True  # so its state is right although Lightning reads ahead
+
     def __init__(
         self, trainer: pl.Trainer | None, settings: StreamSettings, rank: int = 0, ranks: int = 1, num_workers: int = 0
     ) -> None:
