@@ -100,7 +100,9 @@ def settings_of_lightning(
     values = _Reader(flat, [f"--{key}={text}" for key, text in overrides]).values
     trainer = _changed(values["trainer"], of_trainer())
     strategy, plugin = _strategy(trainer)
-    offloading = [item for item in trainer.get("callbacks") or [] if item["class_path"].endswith(".OffloadActivations")]
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]  # a file may give one without a list
+    offloading = [item for item in callbacks if item["class_path"].endswith(".OffloadActivations")]
     kept_on_device = "activations are counted as if OffloadActivations left them on the GPU; rehearse counts it"
     of_model = _with_optimizer(_model(values["model"], " and ".join(dict.fromkeys(paths))), values)
     return RunSettings(

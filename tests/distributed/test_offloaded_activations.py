@@ -107,11 +107,15 @@ def test_gathered_weights_are_not_taken_for_activations() -> None:
         trainer.fit(toy.StagedNet(), toy.loader(8, 2))
 
 
-def test_plan_says_that_it_does_not_count_the_callback_of_a_file() -> None:
+@pytest.mark.parametrize("is_list", [True, False])
+def test_plan_says_that_it_does_not_count_the_callback_of_a_file(is_list: bool) -> None:
     offload = {"class_path": "lightning_mcore.callbacks.OffloadActivations", "init_args": {"min_bytes": 8}}
     model = {"vocab_size": VOCABULARY, "seq_length": LENGTH, "transformer": SIZES}
     document = {
-        "trainer": {"strategy": {"class_path": "lightning_mcore.MCoreStrategy"}, "callbacks": [offload]},
+        "trainer": {
+            "strategy": {"class_path": "lightning_mcore.MCoreStrategy"},
+            "callbacks": [offload] if is_list else offload,
+        },
         "model": {"class_path": "lightning_mcore.MCoreGPT", "init_args": model},
     }
     settings = settings_of_lightning([document], ["run.yaml"], [])
