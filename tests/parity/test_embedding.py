@@ -152,13 +152,16 @@ def plain_steps(case: str, family: str, parts: int) -> Wanted:
 
 
 class Data(pl.LightningDataModule):
-    """The queries in ``parts`` microbatches a step, packed or padded (to ``length``, or to the longest text)."""
+    """The rows of the queries in ``parts`` microbatches a step.
+
+    They are packed into ``packed`` tokens, or if this is None padded to ``length``, or to the longest text.
+    """
 
     def __init__(
-        self, negatives: int, packed: bool, length: int | None = None, parts: int = 1, steps: int = STEPS
+        self, rows: Sequence[Texts], packed: int | None, length: int | None = None, parts: int = 1, steps: int = STEPS
     ) -> None:
         super().__init__()
-        self._rows, self._packed, self._length = rows_of(negatives), packed, length
+        self._rows, self._packed, self._length = rows, packed, length
         self._parts, self._steps = parts, steps
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -166,7 +169,7 @@ class Data(pl.LightningDataModule):
         chosen: Any = ROWS[self._parts] if self._packed else range(QUERIES)
         size = len(chosen) // self._parts
         parts = [chosen[part * size :][:size][rank::ranks] for part in range(self._parts)]
-        collate = self._pack if self._packed else self._pad
+        collate = self._pad if self._packed is None else self._pack
         return DataLoader(parts * self._steps, batch_size=None, collate_fn=collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -179,14 +182,15 @@ class Data(pl.LightningDataModule):
         return [self._rows[number] for number in numbers]
 
     def _pack(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        return collate_texts_rows([build_texts_row(self._take(row), PACKED_LENGTH, MULTIPLE) for row in rows])
+        assert self._packed is not None
+        return collate_texts_rows([build_texts_row(self._take(row), self._packed, MULTIPLE) for row in rows])
 
     def _pad(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         return collate_padded_texts(self._take(numbers), MULTIPLE, self._length)
 
 
-class Watched(MCoreEmbedding):
-    """Keeps finished gradients."""
+class Watching(pl.LightningModule):
+    """Keeps finished gradients, beside a class of models."""
 
     gradients: list[Part]
 
@@ -195,6 +199,10 @@ class Watched(MCoreEmbedding):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), **ADAM)
+
+
+class Watched(Watching, MCoreEmbedding):
+    """An embedding that keeps its gradients."""
 
 
 Seen = tuple[dict[str, float], list[Part]]
@@ -216,7 +224,10 @@ def _train(layout: Layout, run: Run, folder: str) -> Seen:
         use_distributed_sampler=False,
         limit_val_batches=0,
     )
-    trainer.fit(module, Data(setting.negatives, packed, LENGTH if layout.moe else None, layout.pp))
+    trainer.fit(
+        module,
+        Data(rows_of(setting.negatives), PACKED_LENGTH if packed else None, LENGTH if layout.moe else None, layout.pp),
+    )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
 
 
@@ -421,7 +432,7 @@ def exported(folders: Sequence[str], out: str) -> list[Tensor]:
             limit_val_batches=0,
             callbacks=[SaveHFModel(f"{out}/{name}")],
         )
-        data = Data(1, packed=False)
+        data = Data(rows_of(1), packed=None)
         trainer.fit(module, data)
         trainer.save_checkpoint(f"{out}/{name}.ckpt")
         found.append(trainer.predict(module, data)[0])  # type: ignore[index]

@@ -21,11 +21,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import LoRA, MCoreReranker, MCoreRerankingData, MCoreStrategy, Recipe, Reranker, SaveHFModel
-from lightning_mcore.data.embedding.texts import Texts, build_texts_row, collate_padded_texts, collate_texts_rows
-from lightning_mcore.data.sampling import data_parallel_place
+from lightning_mcore.data.embedding.texts import Texts, collate_padded_texts
 from lightning_mcore.interop.export import export_checkpoint
-from tests.parity.hf_training import Part, finished_gradients, on_disk
-from tests.parity.test_embedding import LOSS, Wanted, differences, words
+from tests.parity.hf_training import on_disk
+from tests.parity.test_embedding import (
+    ADAM,
+    LENGTH,
+    LOSS,
+    MULTIPLE,
+    QUERIES,
+    STEPS,
+    Data,
+    Seen,
+    Wanted,
+    Watching,
+    differences,
+    words,
+)
 from tests.support.chats import END, characters, write
 from tests.support.hf_models import VOCAB_SIZE, save_tiny, tiny_folder
 from tests.support.layouts import Layout
@@ -35,11 +47,8 @@ from tests.support.toy import make_trainer, run_fit, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("rerankers")]
 
-LENGTH, PACKED_LENGTH = 16, 72
-MULTIPLE = 4  # what cp2 asks of a sequence
-STEPS = 2
+PACKED_LENGTH = 72
 GRADIENT = 4e-5  # of the greatest value of a tensor; transformers in fp32 is up to 1.5e-5 away from the loop
-ADAM = {"lr": 0.1, "eps": 0.1, "weight_decay": 0.0}  # a large eps, so that tiny gradients make tiny steps
 YES, NO = 90, 7  # on two tensor-parallel ranks, each has one of them
 CASES = {
     "softmax": Reranker(documents=3),
@@ -47,8 +56,6 @@ CASES = {
     "yes or no": Reranker("binary_cross_entropy", documents=2, tokens=[YES, NO]),
     "yes": Reranker(documents=3, tokens=[YES]),
 }
-QUERIES = 4
-ROWS = {1: ((0, 1, 2), (3,)), 2: ((0, 1), (2, 3))}  # the queries in packed rows, for one microbatch or two
 
 Run = tuple[str, str, bool]  # a case, a family, and whether rows are packed
 BOTH: tuple[Run, ...] = (("softmax", "qwen2", False), ("yes or no", "qwen2", True))  # tied
@@ -176,46 +183,8 @@ def plain_steps(case: str, family: str) -> Wanted:
 # ---- a run
 
 
-class Data(pl.LightningDataModule):
-    """The queries in ``parts`` microbatches a step, packed or padded (to ``length``, or to the longest pair)."""
-
-    def __init__(self, case: str, packed: bool, length: int | None = None, parts: int = 1) -> None:
-        super().__init__()
-        self._rows, self._packed, self._length, self._parts = rows_of(case), packed, length, parts
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        rank, ranks = data_parallel_place(self.trainer)
-        chosen: Any = ROWS[self._parts] if self._packed else range(QUERIES)
-        size = len(chosen) // self._parts
-        parts = [chosen[part * size :][:size][rank::ranks] for part in range(self._parts)]
-        return DataLoader(parts * STEPS, batch_size=None, collate_fn=self._pack if self._packed else self._pad)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        return self.train_dataloader()
-
-    def _take(self, numbers: Sequence[int]) -> list[Texts]:
-        return [self._rows[number] for number in numbers]
-
-    def _pack(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        return collate_texts_rows([build_texts_row(self._take(row), PACKED_LENGTH, MULTIPLE) for row in rows])
-
-    def _pad(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        return collate_padded_texts(self._take(numbers), MULTIPLE, self._length)
-
-
-class Watched(MCoreReranker):
-    """Keeps finished gradients."""
-
-    gradients: list[Part]
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients = finished_gradients(self)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), **ADAM)
-
-
-Seen = tuple[dict[str, float], list[Part]]
+class Watched(Watching, MCoreReranker):
+    """A reranker that keeps its gradients."""
 
 
 def train(layouts: dict[Layout, tuple[Run, ...]], folders: dict[tuple[str, str], str]) -> list[list[Seen]]:
@@ -233,7 +202,9 @@ def _train(layout: Layout, run: Run, folder: str) -> Seen:
         use_distributed_sampler=False,
         limit_val_batches=0,
     )
-    trainer.fit(module, Data(case, packed, LENGTH if layout.moe else None, layout.pp))
+    trainer.fit(
+        module, Data(rows_of(case), PACKED_LENGTH if packed else None, LENGTH if layout.moe else None, layout.pp)
+    )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
 
 
