@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers made on the spot, and files of exchanges, for the tests of fine-tuning data."""
+"""Tokenizers made on the spot, files of exchanges, and a stub of a trainer, for the tests of fine-tuning data."""
 
 import json
 import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,6 +32,18 @@ def characters(template: str | None = APPENDING, merges: Iterable[str] = (), **s
     whole.add_special_tokens(SPECIAL)
     special = special or {"eos_token": END}
     return PreTrainedTokenizerFast(tokenizer_object=whole, chat_template=template, **special)
+
+
+def stub_trainer(**module: Any) -> Any:
+    """Return what a data module reads of a trainer in one process, whose module has these attributes."""
+    return SimpleNamespace(
+        lightning_module=SimpleNamespace(**module),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        local_rank=0,
+        accumulate_grad_batches=1,
+        distributed_sampler_kwargs=None,
+        state=SimpleNamespace(fn=None),
+    )
 
 
 def exchanges(count: int, longest: int = 40, seed: int = 0) -> list[Row]:

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_mcore import Embedding, MCoreEmbeddingData, MCoreGPT
-from tests.support.chats import characters, write
+from tests.support.chats import characters, stub_trainer, write
 from tests.support.sentences import refuses
 
 ROW = {"query": "why", "positive": "so"}
@@ -26,14 +25,7 @@ def opened(rows: list[dict[str, Any]], setting: Embedding, **options: Any) -> MC
     """Return the data of a file, for a module with a setting."""
     values: dict[str, Any] = {"seq_length": 32, "batch_size": 2, "cache_dir": "cache", **options}
     data = MCoreEmbeddingData(write(Path("rows.jsonl"), rows), characters(), **values)
-    module = SimpleNamespace(embedding=setting)
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        lightning_module=module,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        local_rank=0,
-        accumulate_grad_batches=1,
-        distributed_sampler_kwargs=None,
-    )
+    data.trainer = stub_trainer(embedding=setting)
     data.prepare_data()
     data.setup("fit")
     return data

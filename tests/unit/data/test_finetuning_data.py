@@ -2,7 +2,6 @@
 """Files of exchanges become rows: every sample once, packed or not; what is wrong with them has a file and a line."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.packing.rows import PackingMultiples
-from tests.support.chats import Row, characters, exchanges, write
+from tests.support.chats import Row, characters, exchanges, stub_trainer, write
 from tests.support.sentences import refuses
 
 Samples = dict[int, tuple[list[int], list[int]]]
@@ -272,15 +271,7 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", exchanges(3))
     module = data(tmp_path, file)
-    model: Any = SimpleNamespace(vocab_size=258)
-    module.trainer = SimpleNamespace(
-        lightning_module=model,
-        local_rank=0,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        distributed_sampler_kwargs=None,
-        accumulate_grad_batches=1,
-        state=SimpleNamespace(fn=None),
-    )  # type: ignore[assignment]
+    module.trainer = stub_trainer(vocab_size=258)
     with refuses(ValueError, "row 0 of train_files has the token 258"):
         module.setup("fit")
     module.streaming = True

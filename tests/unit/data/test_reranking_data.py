@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_mcore import MCoreGPT, MCoreRerankingData, Reranker
-from tests.support.chats import END, characters, write
+from tests.support.chats import END, characters, stub_trainer, write
 from tests.support.sentences import refuses
 
 TRIPLET = {"query": "why", "positive": "so", "negative": "no"}
@@ -30,13 +29,7 @@ def opened(rows: list[dict[str, Any]], setting: Reranker, **options: Any) -> MCo
     values: dict[str, Any] = {"seq_length": 64, "batch_size": 2, "cache_dir": "cache", **options}
     tokenizer = characters(eos_token=END, pad_token=END)
     data = MCoreRerankingData(write(Path("rows.jsonl"), rows), tokenizer, **values)
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        lightning_module=SimpleNamespace(reranker=setting),
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        local_rank=0,
-        accumulate_grad_batches=1,
-        distributed_sampler_kwargs=None,
-    )
+    data.trainer = stub_trainer(reranker=setting)
     data.prepare_data()
     data.setup("fit")
     return data
