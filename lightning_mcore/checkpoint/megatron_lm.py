@@ -80,7 +80,7 @@ def _samples_of_nemo(common: Mapping[str, Any]) -> int | None:
 
 
 def _steps(state: Any) -> Iterator[Any]:
-    """Yield each ``step`` in an optimizer's state, or in those of several, however deep."""
+    """Yield each ``step`` in the state of one optimizer or a list of them, at any depth."""
     if isinstance(state, list):
         for inner in state:
             yield from _steps(inner)

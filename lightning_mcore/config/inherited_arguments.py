@@ -28,8 +28,8 @@ def inherit_help(base: type) -> Callable[[_T], _T]:
     """Return a decorator that takes over the help of arguments that a class does not explain itself from ``base``.
 
     jsonargparse, and so ``--help``, reads the docstrings of a constructor and of its class. The class explains its own
-    arguments; the constructor's docstring becomes the ``Args:`` of ``base``. ``from_pretrained`` gets that of the
-    base's ``from_pretrained``, and of arguments that only the class has, the class's.
+    arguments, and its constructor's docstring becomes the ``Args:`` section of ``base``. ``from_pretrained`` gets the
+    help of the base's ``from_pretrained``, and the class's help for arguments that only the class has.
     """
 
     def decorator(kind: _T) -> _T:

@@ -25,7 +25,7 @@ TEMPLATES: Mapping[str, str] = {
         "<think>\n\n</think>\n\n"
     ),
 }
-"""Texts of a pair, by name; the second is that of Qwen3-Reranker's model card."""
+"""Named templates for a pair; the text of ``qwen3-reranker`` is from the model card."""
 
 _PLACES = ("instruction", "query", "document")
 

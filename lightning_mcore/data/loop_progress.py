@@ -157,11 +157,13 @@ def load_loaders(fit: Any) -> None:
 
 
 def end_pass(fit: Any) -> None:
-    """Let a loader see the end of the pass whose state it has loaded, as it would have in the run that saved it.
+    """Let the only loader reach the end of the epoch that its loaded state belongs to.
 
-    Lightning does not read beyond the last batch of a loader whose length it knows. A loader that has not noticed the
-    end would take the next pass, which is that of the next epoch, for the rest of this one.
+    If Lightning knows a loader's length, it stops reading at the last batch. The state that was saved then still has to
+    run into the end: otherwise, the loader would treat the next epoch as the empty rest of this one.
     """
+    # A loader of 6 batches was saved after its sixth: the first next() raises StopIteration, and the epoch that follows
+    # begins with batch 0.
     [loader] = fit._combined_loader.flattened
     if sized_len(loader) == fit.max_batches:  # otherwise limit_train_batches has left some
         next(fit._combined_loader._iterator.iterators[0], None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that make a reranker's folder one that Sentence Transformers' ``CrossEncoder`` reads, without the weights.
 
-``CrossEncoder(folder)`` writes a pair with the tokenizer's chat template, whose messages have the roles ``query`` and
-``document``, and a ``system`` message for ``predict(..., prompt=...)``. The files have the form of release 6.
+``CrossEncoder(folder)`` formats a pair with the tokenizer's chat template: messages with the roles ``query`` and
+``document``, and a ``system`` message for ``predict(..., prompt=...)``. The files follow Sentence Transformers 6.
 """
 
 import json

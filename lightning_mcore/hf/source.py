@@ -209,7 +209,7 @@ def variant_name(path: str, family: str | None, suffix: str) -> str | None:
 
 
 def require_head(path: str, family: str, suffix: str) -> None:
-    """Raise ValueError for a checkpoint of ``family`` whose model has another output layer than ``suffix`` says.
+    """Raise ValueError for a checkpoint of ``family`` whose model does not have the output layer that ``suffix`` names.
 
     ``suffix`` is as in :func:`variant_name`. A Hugging Face folder is read by the rules of any output layer.
     """

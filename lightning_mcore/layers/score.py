@@ -65,7 +65,8 @@ class TokenLogits(tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]  
                 f"the output layer is a {type(layer).__name__}, which computes all logits; leave fp8_output_proj out"
             )
         layer.__class__ = cls
-        # Tokens 9 and 2 of 12 on two ranks: places 3 and -4 of the second rank, whose rows are row 3 and zeros
+        # Example: tokens 9 and 2 of 12, on two ranks. The second rank has the rows 6 to 11, so the tokens are at its
+        # places 3 and -4: it contributes its row 3 for the first token, and zeros for the second.
         rows = layer.output_size_per_partition
         places = torch.tensor(tokens) - layer.tp_group.rank() * rows
         device = None if layer.config.use_cpu_initialization else torch.cuda.current_device()
@@ -80,7 +81,7 @@ class TokenLogits(tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]  
         ``weight``, [v / tp, h], is the embedding's if the two are tied.
         """
         weight = self.weight if weight is None else weight
-        # The sum over ranks has all rows. Its gradient is the same on all ranks, and each keeps that of its own rows.
+        # The sum over ranks has all rows. Every rank gets the full gradient, and keeps the part of its own rows.
         own = torch.where(self.is_own, weight[self.places].float(), 0.0)
         rows = tensor_parallel.reduce_from_tensor_model_parallel_region(own, group=self.tp_group)
         if self.sequence_parallel:

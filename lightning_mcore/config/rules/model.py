@@ -352,7 +352,7 @@ def weighted_by_tokens(config: Any) -> list[str]:
 
 
 def faults_of_mean(config: Any) -> Iterator[str]:
-    """Yield a sentence if layers of a model, whose loss is a mean over queries, have losses weighted by tokens.
+    """Yield a sentence if the loss is a mean over queries, but layers add losses that are weighted by tokens.
 
     ``config`` is as in :func:`weighted_by_tokens`, with ``calculate_per_token_loss``.
     """
