@@ -321,14 +321,21 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
         Raises ``ValueError`` if the checkpoint lacks it, or is damaged.
         """
-        safe = True if weights_only is None else weights_only
         ranks = contents.manifest.get("world_size")
         if not isinstance(ranks, int):
             raise damaged(str(path), f"{MANIFEST_FILE} does not give its world_size")
+        state: dict[str, Any] = self.read_object(path, contents, rank_object(rank, ranks).unique_key, weights_only)
+        return state
+
+    def read_object(self, path: _PATH, contents: Contents, name: str, weights_only: bool | None = None) -> Any:
+        """Return one of the objects of a directory, ours or Megatron's; any rank may call it alone.
+
+        Raises ``ValueError`` if the checkpoint lacks it, or if it is damaged or could run code.
+        """
+        safe = True if weights_only is None else weights_only
         locate = partial(os.path.join, str(path))
         reader = ShardReader(str(path), contents.metadata, locate, self.verify == "checksums", safe)
-        state: dict[str, Any] = reader.read_object(rank_object(rank, ranks).unique_key)
-        return state
+        return reader.read_object(name)
 
     @staticmethod
     def is_directory(path: _PATH) -> bool:

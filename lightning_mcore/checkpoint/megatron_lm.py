@@ -4,16 +4,18 @@
 Progress is in ``common.pt``. Megatron-LM writes the iteration, and among the arguments how many samples were read, on
 how many data-parallel ranks and in microbatches of which size. Megatron-Bridge writes no arguments; ``train_state.pt``
 has the number of samples. NeMo writes Lightning's state: the step, and the number of samples in the state of its data
-module.
+module. Random states are objects among the tensors, which NeMo does not have.
 
 ``older_formats.py`` describes the tensors, ``strategy/checkpointing.py`` resumes from the rest.
 """
 
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -21,9 +23,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from lightning_mcore.checkpoint.optimizer_state import Share
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.optimizer.parts import optimizer_parts
+from lightning_mcore.parallel.random_state import RandomState, of_megatron
 
 _BY_BUCKET = re.compile(r"^(chained_\d+\.)?optimizer\.distributed\.")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_RANDOM = re.compile(r"^rng_state/shard_\d+\.\d+_(\d+)\.(\d+)$")  # pipeline and tensor parallel rank, then sizes
 _WEIGHTS_ONLY = "start from its weights with self.load_weights(path) in configure_model"
 
 TRAIN_STATE_FILE = "train_state.pt"
@@ -39,6 +43,7 @@ class MegatronProgress:
 
     iteration: int  # optimizer steps, with skipped ones
     adam_step: int
+    schedule_steps: int  # of the learning rate, which waits when a step is skipped
     consumed: int | None  # samples that all ranks together had read; None if the checkpoint does not say
     data_parallel_size: int
     micro_batch_size: int  # in samples
@@ -64,7 +69,8 @@ class MegatronProgress:
             samples = train_state.get("consumed_train_samples", _samples_of_nemo(common))
             consumed, sizes = None if samples is None else int(samples), [1, 1, 0]
         step = next((step for step in _steps(common.get("optimizer")) if isinstance(step, int)), iteration)
-        return cls(iteration, step, consumed, *sizes)  # type: ignore[arg-type]
+        schedule = _schedule_steps(common.get("opt_param_scheduler"), iteration, consumed)
+        return cls(iteration, step, schedule, consumed, *sizes)  # type: ignore[arg-type]
 
     @property
     def batches(self) -> int:
@@ -77,6 +83,49 @@ def _samples_of_nemo(common: Mapping[str, Any]) -> int | None:
     """Return the number of samples in the state of NeMo's data module, whatever its class."""
     states = (state for state in common.values() if isinstance(state, Mapping))
     return next((state["consumed_samples"] for state in states if "consumed_samples" in state), None)
+
+
+def _schedule_steps(scheduler: Any, iteration: int, consumed: int | None) -> int:
+    """Return how often the learning rate has changed, from the state of Megatron's schedule, which counts samples."""
+    # 10 iterations read 640 samples, 64 each; fp16 skipped two of them, so the schedule is at 512: 8 steps.
+    samples = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
+    if not isinstance(samples, int) or not consumed or samples * iteration % consumed:  # the batch size has grown
+        return iteration
+    return min(iteration, samples * iteration // consumed)
+
+
+def random_state(
+    read: Callable[[str], Any], objects: Iterable[str], mine: Mapping[str, int], now: RandomState
+) -> RandomState | str:
+    """Return the random state that Megatron-LM would resume this rank with, or why there is none.
+
+    ``read`` reads one of the ``objects`` in the checkpoint, ``mine`` has this rank's coordinates and the sizes of the
+    axes, ``now`` is its current state. As in Megatron-LM, the tensor and pipeline parallel sizes must be those of the
+    run that saved; data-parallel ranks have the same states, or with ``--data-parallel-random-init`` a list of them.
+    """
+    saved = [match for match in map(_RANDOM.match, objects) if match]
+    tp, pp = (mine[f"{axis}_model_parallel_size"] for axis in ("tensor", "pipeline"))
+    if not saved:
+        return "the checkpoint contains none"
+    if (sizes := tuple(map(int, saved[0].groups()))) != (pp, tp):
+        return f"they were saved with tensor_model_parallel_size={sizes[1]} and pipeline_model_parallel_size={sizes[0]}"
+    own = mine["pipeline_model_parallel_rank"], mine["tensor_model_parallel_rank"]
+    try:
+        with torch.serialization.safe_globals(_arrays()):
+            first, state = (read(f"rng_state/shard_{stage}.{rank}_{pp}.{tp}") for stage, rank in ((0, 0), own))
+        copies, copy = mine["data_parallel_size"], mine["data_parallel_rank"]
+        if len(state) not in (1, copies):
+            return f"they were saved on {len(state)} data-parallel ranks"
+        return of_megatron(first[copy % len(first)], state[copy % len(state)], now)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, pickle.UnpicklingError) as error:
+        return f"they cannot be used: {error}"
+
+
+def _arrays() -> list[Any]:
+    """Return what a pickled numpy array consists of; numpy 1 had it in another module."""
+    rebuild: Any = numpy.zeros(0).__reduce__()[0]
+    known: list[Any] = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    return [*known, numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32))]
 
 
 def _steps(state: Any) -> Iterator[Any]:

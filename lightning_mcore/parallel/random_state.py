@@ -55,6 +55,31 @@ def take(device: torch.device) -> RandomState:
     return dataclasses.replace(take_common(), device=gpu, tracker=tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
+def of_megatron(first: Mapping[str, Any], own: Mapping[str, Any], now: RandomState) -> RandomState:
+    """Return what Megatron-LM saved: the common state of the model copy's ``first`` rank, and this rank's ``own`` rest.
+
+    ``now`` is this rank's current state. Raises ``ValueError`` for states of another kind of device, and what comes
+    first for anything that is not a state.
+    """
+    # Megatron-LM seeds each pipeline stage's common generators differently; here they decide the data, on all stages.
+    tracker = dict(own["rng_tracker_states"])
+    size = (now.torch if now.device is None else now.device).numel()
+    for state in (own["cuda_rng_state"], *tracker.values()):
+        if state.dtype != torch.uint8 or state.numel() != size:
+            raise ValueError("they are of another kind of device")
+    saved = RandomState(
+        first["random_rng_state"],
+        first["np_rng_state"],
+        first["torch_rng_state"],
+        None if now.device is None else own["cuda_rng_state"],
+        {**(now.tracker or {}), **tracker},  # older releases have fewer generators
+    )
+    random.Random().setstate(saved.python)
+    numpy.random.RandomState().set_state(saved.numpy)
+    torch.Generator().set_state(saved.torch)
+    return saved
+
+
 def put_common(state: RandomState) -> None:
     """Restore the common part of a state."""
     random.setstate(state.python)

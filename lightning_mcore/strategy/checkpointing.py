@@ -41,7 +41,7 @@ from lightning_mcore.checkpoint.background import BackgroundTask
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
-from lightning_mcore.checkpoint.megatron_lm import optimizer_class
+from lightning_mcore.checkpoint.megatron_lm import optimizer_class, random_state
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state, reload_weights
 from lightning_mcore.data import loop_progress
@@ -50,6 +50,7 @@ from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
 from lightning_mcore.parallel.consensus import all_true, combine_on_rank0, run_on_all_ranks, run_on_rank0
 from lightning_mcore.parallel.groups import collectives_issued
+from lightning_mcore.parallel.random_state import RandomState
 from lightning_mcore.parallel.rank_hub import out_of_step
 from lightning_mcore.strategy.module import MCoreModule
 
@@ -60,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 _NUMBERS = "lightning_mcore/optimizer_numbers"
 _COORDINATES = "lightning_mcore/coordinates"  # of rank 0
-_ITERATION = "lightning_mcore/iteration"  # of a run of Megatron-LM
+_SCHEDULE = "lightning_mcore/schedule_steps"  # of a run of Megatron-LM
 # Megatron-LM's way of saying that every layout can read the optimizer's state.
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 MORE_SHARDS = "lightning_mcore/more_shards"
@@ -314,11 +315,17 @@ class Checkpoints:
                 contents=replace(stored.contents, manifest={"contents": contents}),
                 numbers=[{"common": {"step": progress.adam_step}, "own": {}}],
             )
-            state |= {"loops": loops, "optimizer_states": [], "lr_schedulers": [], _ITERATION: progress.iteration}
-            self._strategy.resume.restore_of_megatron(progress, loops["fit_loop"])
+            state |= {"loops": loops, "optimizer_states": [], "lr_schedulers": [], _SCHEDULE: progress.schedule_steps}
+
+            def read(mine: Mapping[str, int], now: RandomState) -> RandomState | str:
+                objects = stored.contents.objects
+                return random_state(partial(io.read_object, path, stored.contents), objects, mine, now)
+
+            why = self._strategy.resume.restore_of_megatron(progress, loops["fit_loop"], read)
             rank_zero_info(
                 f"resuming from Megatron's iteration {progress.iteration:,}, "
                 + (f"after {progress.consumed:,} samples" if progress.batches else "with the data from its beginning")
+                + ("; random states continue" if why is None else f"; random states begin anew, because {why}")
             )
         self._pending = stored
         return {**state, "global_step": progress.iteration}
@@ -357,8 +364,8 @@ class Checkpoints:
                 f"the checkpoint contains the states of {len(states)} optimizers, but configure_optimizers returned"
                 f" {len(optimizers)}; resume with the optimizers of the run that saved it"
             )
-        if _ITERATION in checkpoint:
-            advance_schedules(self._strategy.lr_scheduler_configs, checkpoint[_ITERATION])
+        if _SCHEDULE in checkpoint:
+            advance_schedules(self._strategy.lr_scheduler_configs, checkpoint[_SCHEDULE])
         distributed = self._strategy.gradients.distributed
         for optimizer, saved in zip(optimizers, states, strict=False):
             if distributed and "megatron" in saved:

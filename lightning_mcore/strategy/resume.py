@@ -41,7 +41,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.data import loop_progress
 from lightning_mcore.data.loop_progress import LoopProgress
 from lightning_mcore.data.position import Position, PositionTracker
-from lightning_mcore.parallel.consensus import control_group, run_on_all_ranks
+from lightning_mcore.parallel.consensus import combine_on_rank0, control_group, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, pick, put, take
 from lightning_mcore.strategy.rank_state import LoaderState, RankState, kind_of
@@ -120,25 +120,41 @@ class ExactResume:
             )
         self._restored = state
 
-    def restore_of_megatron(self, progress: MegatronProgress, loops: dict[str, Any]) -> None:
-        """Continue in the data where a run of Megatron-LM stopped, if its checkpoint says where; changes ``loops``.
+    def restore_of_megatron(
+        self,
+        progress: MegatronProgress,
+        loops: dict[str, Any],
+        read: Callable[[Mapping[str, int], RandomState], RandomState | str],
+    ) -> str | None:
+        """Continue where a run of Megatron-LM stopped in the data, if its checkpoint says where; changes ``loops``.
 
-        An item of a loader is a microbatch on one data-parallel rank, in Megatron-LM as here.
+        An item of a loader is a microbatch on one data-parallel rank, in Megatron-LM as here. ``read`` returns the
+        random state for a rank's coordinates and current state, or why there is none. Returns why random states begin
+        anew, or None if they continue; collective.
         """
         if not progress.batches:
-            return
+            return "the checkpoint does not say how many samples were read"
+        mine, now = self._coordinates(), take(self._strategy.root_device)
+        random = read(mine, now)
+        why = combine_on_rank0(
+            lambda: random if isinstance(random, str) else None,
+            lambda reasons: next((reason for reason in reasons if reason is not None), None),
+        )
+        if why is not None or isinstance(random, str):
+            random = now
         place = LoopProgress(0, True, False, False, progress.batches, 0, progress.iteration)
         place.write(loops)
         ranks, size = progress.data_parallel_size, progress.micro_batch_size
         position = Position(progress.batches, ranks, size, seed=progress.seed)
         self._restored = RankState(
-            coordinates={**self._coordinates(), "data_parallel_size": ranks},
+            coordinates={**mine, "data_parallel_size": ranks},
             progress=place,
-            random=take(self._strategy.root_device),  # Megatron-LM's random states are not read
+            random=random,
             loaders=[LoaderState("index", position)],
             stateful=[],
             metrics={},
         )
+        return why
 
     def setup(self) -> None:
         """Forget an earlier run, but keep the checkpoint that was read for this one."""

@@ -7,8 +7,10 @@ compared with the same loop, which was never interrupted: bit for bit on the sam
 """
 
 import argparse
+import logging
 import os
 import queue
+import random
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -16,10 +18,12 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from torch.optim.lr_scheduler import LambdaLR
@@ -47,10 +51,14 @@ def rate(step: int) -> float:
     return 1.0 - 0.2 * step
 
 
-def train_theirs(layout: Layout, recipe: Recipe, path: str, sharding: str, of: str = "Megatron-LM") -> Trace:
+def train_theirs(
+    layout: Layout, recipe: Recipe, path: str, sharding: str, of: str = "Megatron-LM", seeds_copies: bool = False
+) -> Trace:
     """Train with megatron-core alone on this rank, and save after :data:`SAVED` steps."""
 
     def set_rate(step: int, _: list[Any], optimizer: Any) -> None:
+        if seeds_copies and step == 0:  # --data-parallel-random-init
+            bare_loop.seed_as_megatron_lm(1 + 10 * parallel_state.get_data_parallel_rank())
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rate(step)
 
@@ -63,7 +71,7 @@ def train_theirs(layout: Layout, recipe: Recipe, path: str, sharding: str, of: s
         names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
         bare = [unwrap_model(chunk) for chunk in chunks]
         state = {name: chunk.sharded_state_dict() for name, chunk in zip(names, bare, strict=True)}
-        save_theirs(state, optimizer, layout, recipe, path, sharding, of)
+        save_theirs(state, optimizer, layout, recipe, path, sharding, of, seeds_copies)
         if layout.overlap:
             for chunk in chunks:
                 chunk.enable_forward_pre_hook()
@@ -71,14 +79,45 @@ def train_theirs(layout: Layout, recipe: Recipe, path: str, sharding: str, of: s
     return bare_loop.train(layout, recipe, before_step=set_rate, after_step=save)
 
 
+def random_states(seeds_copies: bool) -> ShardedObject:
+    """Return this rank's random states under the names that Megatron-LM and Megatron-Bridge give them."""
+    own = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": numpy.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    states: list[Any] = [own]
+    if seeds_copies:
+        states = [None] * parallel_state.get_data_parallel_world_size()
+        dist.all_gather_object(states, own, group=parallel_state.get_data_parallel_group())
+    sizes = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return ShardedObject("rng_state", states, sizes, place, replica_id=copy)
+
+
 def save_theirs(
-    state: dict[str, Any], optimizer: Any, layout: Layout, recipe: Recipe, path: str, sharding: str, of: str
+    state: dict[str, Any],
+    optimizer: Any,
+    layout: Layout,
+    recipe: Recipe,
+    path: str,
+    sharding: str,
+    of: str,
+    seeds_copies: bool = False,
 ) -> None:
     """Save as Megatron-LM does, which avoids a prefix since megatron-core 0.14 and wrote one before."""
     metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": sharding != "prefixed"}
     if sharding == "prefixed":
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
     optimizer_state = optimizer.sharded_state_dict(dict(state), metadata=metadata)
+    if of != "another program":
+        state = {**state, "rng_state": random_states(seeds_copies)}
     settings = argparse.Namespace(
         micro_batch_size=recipe.micro_batch_size,
         data_parallel_size=layout.dp,
@@ -127,6 +166,17 @@ def resume_ours(layout: Layout, recipe: Recipe, path: str) -> tuple[list[float],
     return module.trace.losses, module.trace.grad_norms, first.step, trainer.global_step
 
 
+def resume_and_log(layout: Layout, recipe: Recipe, path: str) -> tuple[Any, list[str]]:
+    """Return what :func:`resume_ours` returns, and what was said."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return resume_ours(layout, recipe, path), [line for line in said if "resuming from Megatron" in line]
+
+
 class FirstStep(pl.Callback):
     """Notes the step at which training begins."""
 
@@ -155,6 +205,43 @@ def test_a_run_of_megatron_goes_on_bit_for_bit(layout: Layout, sharding: str, pr
     theirs = run_ranks(layout.world_size, train_theirs, layout, recipe, path, sharding, timeout=120)
     for bare, ours in zip(theirs, run_ranks(layout.world_size, resume_ours, layout, recipe, path), strict=True):
         assert ours == (bare.losses[SAVED:], bare.grad_norms[SAVED:], SAVED, recipe.steps)
+
+
+DROPOUT = replace(RECIPE, options=(("hidden_dropout", 0.2), ("attention_dropout", 0.2)))
+# On the CPU, pipeline stages do not share the default generator with Megatron's; only what its tracker draws is alike.
+DRAWN = [
+    (Layout(), DROPOUT, False),
+    (Layout(dp=2, distributed_optimizer=True), DROPOUT, False),
+    (Layout(dp=2), DROPOUT, True),
+    (Layout(tp=2, dp=2), DROPOUT, True),
+    (Layout(tp=2, sp=True, pp=2), replace(RECIPE, options=(("attention_dropout", 0.2),)), False),
+]
+
+
+@pytest.mark.parametrize(("layout", "recipe", "seeds_copies"), DRAWN, ids=lambda value: getattr(value, "id", ""))
+def test_dropout_of_a_run_of_megatron_goes_on(
+    layout: Layout, recipe: Recipe, seeds_copies: bool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "iter_0000002")
+    sharding = "fully_reshardable" if layout.distributed_optimizer else "none"
+    arguments = (layout, recipe, path, sharding, "Megatron-LM", seeds_copies)
+    theirs = run_ranks(layout.world_size, train_theirs, *arguments, timeout=120)
+    for bare, (ours, _) in zip(theirs, run_ranks(layout.world_size, resume_and_log, layout, recipe, path), strict=True):
+        assert ours == (bare.losses[SAVED:], bare.grad_norms[SAVED:], SAVED, recipe.steps)
+
+
+def test_random_states_of_another_layout_begin_anew_and_a_line_says_so(tmp_path: Path) -> None:
+    path, theirs = str(tmp_path / "iter_0000002"), Layout(dp=2)
+    bare = run_ranks(2, train_theirs, theirs, DROPOUT, path, "none", "Megatron-LM", True, timeout=120)[0]
+    [(_, same), _] = run_ranks(2, resume_and_log, theirs, DROPOUT, path)
+    assert same == ["resuming from Megatron's iteration 2, after 8 samples; random states continue"]
+    [((losses, *_), split), _] = run_ranks(2, resume_and_log, Layout(tp=2), DROPOUT, path)
+    assert split[0].endswith(
+        "begin anew, because they were saved with tensor_model_parallel_size=1 and pipeline_model_parallel_size=1"
+    )
+    assert losses != bare.losses[SAVED:]
+    [(_, alone)] = run_ranks(1, resume_and_log, Layout(), DROPOUT, path)
+    assert alone[0].endswith("begin anew, because they were saved on 2 data-parallel ranks")
 
 
 OTHER = [

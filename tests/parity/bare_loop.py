@@ -108,7 +108,7 @@ def train(
 def draw_weights(layout: Layout, recipe: Recipe, seed: int) -> list[Slice]:
     """Return this rank's slices of the weights that Megatron-LM begins with, given ``--seed``."""
     with process_groups(layout):
-        _seed_as_megatron_lm(seed)
+        seed_as_megatron_lm(seed)
         fields = {**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe)}
         return weight_slices(_build_chunks(tiny.make_config(fields), layout, recipe, fill=False))
 
@@ -129,13 +129,13 @@ def process_groups(layout: Layout) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         try:
-            _seed_as_megatron_lm(1)
+            seed_as_megatron_lm(1)
             yield
         finally:
             parallel_state.destroy_model_parallel()
 
 
-def _seed_as_megatron_lm(seed: int) -> None:
+def seed_as_megatron_lm(seed: int) -> None:
     """Seed all generators of this rank, as ``_set_random_seed`` of its training/initialize.py does."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
