@@ -7,8 +7,9 @@
 * **Packing speed.** Samples per second on one core: assigning samples to rows (``pack_lengths``), and building row
   tensors (``build_row``, ``OnlinePacker``).
 * **Idle share.** The share of a step in which data-parallel ranks wait for the slowest one, because attention costs
-  rows different amounts of work: rows in shuffled order, and dealt out by cost as the data modules do. Computed, not
-  timed, from the operations of a Llama-3 8B in rows of 32,768.
+  rows different amounts of work: rows in shuffled order, and dealt out by cost as the data modules do; for prepared
+  files and for streams, which each rank packs for itself. Computed, not timed, from the operations of a Llama-3 8B in
+  rows of 32,768.
 * **Training speed.** Real tokens per second on one CPU rank under ``MCoreStrategy``. One ``Trainer.fit`` trains on one
   group of samples after another, each group in three forms: packed, padded to the longest sample of a batch, and padded
   to the row length. Batches of the three forms alternate, with equally many optimizer steps, so all forms see the same
@@ -51,6 +52,7 @@ VOCAB_SIZE = 1024
 ROW_LENGTH = 8192  # for the first two parts
 LONG_ROW = 32_768  # for the idle share
 PARAMETERS, LAYERS, WIDTH = 8.03e9, 32, 4096  # of Llama-3 8B
+LINEAR = 6 * PARAMETERS * LONG_ROW  # operations of a row outside of attention, forward and backward
 WARM_UP = 1  # warm-up rounds
 TRAINING_FORMS = ("packed", "padded to the longest of a batch", "padded to the row")
 
@@ -182,19 +184,43 @@ def measure_idle(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name, lengths in distributions(options.fill_samples, LONG_ROW).items():
         rows = pack_lengths(lengths, LONG_ROW)
         squares = np.add.reduceat(np.square(lengths[rows.order].astype(np.float64)), rows.offsets[:-1])
-        # Forward and backward. Causal attention has two products of l^2 / 2 * WIDTH multiply-adds in each layer.
-        attention = 6 * LAYERS * WIDTH * squares
-        work = np.random.default_rng(2).permutation(6 * PARAMETERS * LONG_ROW + attention)
+        shuffled = np.random.default_rng(2).permutation(work_of(squares))
         for ranks in options.idle_ranks:
+            streamed = work_of(streamed_squares(lengths, ranks))
             for turns in options.idle_rows:
-                read = work[: len(work) // (ranks * turns) * ranks * turns]
-                dealt = read[even_out(read, ranks, turns)]
-                before, after = (idle_share(each.reshape(-1, turns, ranks).sum(1)) for each in (read, dealt))
-                share = float(attention.sum() / work.sum())
-                found = {"lengths": name, "attention": share, "ranks": ranks, "rows": turns}
-                results.append({**found, "shuffled": before, "by_cost": after})
-                print(results[-1], flush=True)
+                found = {
+                    "lengths": name,
+                    "attention": 1 - LINEAR / float(shuffled.mean()),
+                    "ranks": ranks,
+                    "rows": turns,
+                }
+                for kind, work in (("", shuffled), ("streamed_", streamed)):
+                    read = work[: len(work) // (ranks * turns) * ranks * turns]
+                    dealt = read[even_out(read, ranks, turns)]
+                    before, after = (idle_share(each.reshape(-1, turns, ranks).sum(1)) for each in (read, dealt))
+                    found |= {f"{kind}shuffled": before, f"{kind}by_cost": after}
+                results.append(found)
+                print(found, flush=True)
     return results
+
+
+def work_of(squares: np.ndarray) -> np.ndarray:
+    """Return the operations of rows, forward and backward, from the sum of their documents' squared lengths."""
+    # Causal attention has two products of l^2 / 2 * WIDTH multiply-adds in each layer.
+    return LINEAR + 6 * LAYERS * WIDTH * squares
+
+
+def streamed_squares(lengths: np.ndarray, ranks: int) -> np.ndarray:
+    """Return the squares of streamed rows, turn by turn; rank r packs samples r, r + ranks and so on."""
+    tokens = np.zeros(LONG_ROW + 1, np.int64)
+    by_rank = []
+    for rank in range(ranks):
+        packer = OnlinePacker(LONG_ROW)
+        packer._close = lambda row: sum(sample.length**2 for sample in row.samples)  # type: ignore
+        made = [packer.add(TokenSample(tokens[: length + 1])) for length in lengths[rank::ranks].tolist()]
+        by_rank.append([square for closed in made for square in closed] + packer.flush())
+    turns = min(map(len, by_rank))  # where the stream's epoch ends
+    return np.array([squares[:turns] for squares in by_rank], np.float64).T.flatten()
 
 
 def idle_share(work: np.ndarray) -> float:
@@ -367,12 +393,13 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         lines += [
             "Share of a step in which ranks wait for the slowest, Llama-3 8B in rows of 32,768 (computed):",
             "",
-            "| lengths | attention's share of the work | ranks | rows of a rank in a step | shuffled | by cost |",
-            "|---|---|---|---|---|---|",
+            "| lengths | attention's share of the work | ranks | rows of a rank in a step | shuffled | by cost | "
+            "stream, as read | stream, by cost |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         lines += [
             f"| {row['lengths']} | {row['attention']:.1%} | {row['ranks']} | {row['rows']} | {row['shuffled']:.1%} | "
-            f"{row['by_cost']:.1%} |"
+            f"{row['by_cost']:.1%} | {row['streamed_shuffled']:.1%} | {row['streamed_by_cost']:.1%} |"
             for row in results["idle"]
         ]
         lines.append("")

@@ -5,7 +5,8 @@ A stream is divided among *readers* (``stream_reader.py``): each worker of each 
 :class:`StreamLoader` runs the readers of a data-parallel rank, in its own process or one in each worker, and takes
 their batches in turns. ``MCoreFinetuningData(streaming=True)`` makes this loader. It adds one end for all ranks, and a
 state for checkpoints. A state belongs to one data-parallel rank and one number of workers, so a mid-epoch resume
-requires the same numbers of both.
+requires the same numbers of both. Packed rows are dealt out among the data-parallel ranks by their work
+(``stream_dealing.py``).
 """
 
 import functools
@@ -20,12 +21,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.data.checked_files import first_change, named_fingerprints
+from lightning_mcore.data.finetuning.stream_dealing import RowDealer
 from lightning_mcore.data.finetuning.stream_reader import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
 from lightning_mcore.data.loop_progress import LoopProgress
 from lightning_mcore.data.packing.best_fit import PackingStatistics
 from lightning_mcore.data.sampling import is_on_cuda
-from lightning_mcore.parallel.consensus import all_gather_object, all_true, run_on_all_ranks
+from lightning_mcore.parallel.consensus import all_gather_object, all_true, control_group, run_on_all_ranks
+from lightning_mcore.parallel.groups import data_parallel_hosts
 
 _AHEAD = 2  # batches that Lightning may have read ahead: one, and one more to be safe
 
@@ -80,6 +84,7 @@ class StreamLoader:
         if self._num_workers:
             import datasets  # noqa: F401 - workers are forks: without it each imports it anew in every epoch
         items = iter(loader)
+        dealer = self._dealer()
         try:
             while True:
                 item = running.take(items)
@@ -91,7 +96,7 @@ class StreamLoader:
                 assert item is not None
                 assert item.batch is not None
                 running.hand_out()
-                yield item.batch
+                yield item.batch if dealer is None else dealer.deal(item.batch, running.batches - 1)
         finally:
             # Ends the workers now. An exception would keep them until the garbage collector ends them one by one.
             del items
@@ -150,6 +155,15 @@ class StreamLoader:
     def _window(self) -> int:
         """How many batches back a checkpoint may go."""
         return _AHEAD + (self._trainer.accumulate_grad_batches if self._trainer is not None else 1)
+
+    def _dealer(self) -> RowDealer | None:
+        """Return what deals out rows among the ranks; None for one rank, and for rows of one sample."""
+        trainer = self._trainer
+        if trainer is None or self._ranks == 1 or not self._settings.packing:
+            return None
+        is_ours = isinstance(getattr(trainer.strategy, "layout", None), ParallelLayout)
+        group = data_parallel_hosts() if is_ours else control_group()
+        return RowDealer(group, lambda: trainer.accumulate_grad_batches)
 
     def _finish(self, running: "_Epoch", items: Iterator[Item], item: Item | None) -> None:
         """Read to the end, to count what all ranks leave out, and log it."""
