@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loops.loop import _Loop
 
@@ -43,7 +42,8 @@ class LoopProgress:
         epochs: Any = trainer.fit_loop.epoch_progress.current
         batches: Any = loop.batch_progress.current
         done = batches.processed
-        ended = loop.batch_progress.is_last_batch or done >= trainer.num_training_batches
+        is_last = loop.batch_progress.is_last_batch and batches.ready <= done  # otherwise it is still to be trained on
+        ended = is_last or done >= trainer.num_training_batches
         rest = 0 if ended else done % trainer.accumulate_grad_batches
         runs = epochs.started > epochs.processed  # within an epoch, before its last hooks
         # _batches_that_stepped grows only after on_train_batch_end and the validation that may follow, so a checkpoint
@@ -159,13 +159,13 @@ def load_loaders(fit: Any) -> None:
 def end_pass(fit: Any) -> None:
     """Let the only loader reach the end of the epoch that its loaded state belongs to.
 
-    If Lightning knows a loader's length, it stops reading at the last batch. The state that was saved then still has to
-    run into the end: otherwise, the loader would treat the next epoch as the empty rest of this one.
+    If Lightning knows the number of batches, the state is from before the last one, which is read again. Many loaders
+    treat a loaded state as the beginning of the next pass, and forget it only with the first batch of that pass.
     """
-    # A loader of 6 batches was saved after its sixth: the first next() raises StopIteration, and the epoch that follows
-    # begins with batch 0.
+    # A loader of 6 batches, of which limit_train_batches=4 are read, was saved before its fourth: next() reads that
+    # one. The epoch that follows begins with batch 0, or with batch 4 if the loader goes on where it was left.
     [loader] = fit._combined_loader.flattened
-    if sized_len(loader) == fit.max_batches:  # otherwise limit_train_batches has left some
+    if fit._data_fetcher.length is not None and not getattr(loader, "counts_trained_batches", False):
         next(fit._combined_loader._iterator.iterators[0], None)
 
 

@@ -75,7 +75,9 @@ class ExactResume:
         self._num_loaders = 0
         self._window: tuple[int, RandomState] | None = None  # its first batch, and the random state before that
         self._random_of_training: RandomState | None = None  # while validation draws, and after the run
-        self._states_before_fetch: list[Any] | None = None  # of stateful loaders, before the last batch was read
+        # Of stateful loaders, from before a batch was read: the next window's first, and the last of the epoch.
+        self._states_of_window: tuple[int, list[Any]] | None = None
+        self._states_before_last: list[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the state of this process."""
@@ -213,6 +215,8 @@ class ExactResume:
         self._keep_states(fit)
         if restored is None:
             return
+        if restored.progress.in_epoch and restored.stateful:
+            self._states_of_window = (restored.progress.batches, restored.stateful)
         loop_progress.restore_metrics(fit, restored.metrics)
         if restored.progress.in_epoch:
             self._continue_epoch(fit, restored)
@@ -220,17 +224,22 @@ class ExactResume:
             self._leave_epoch(fit, restored)
 
     def _keep_states(self, fit: Any) -> None:
-        """Keep the states of stateful loaders before each fetch, if their length is unknown."""
-        # Source: ``_PrefetchDataFetcher`` (2.6) reads such loaders one batch ahead, to know which batch is the last.
+        """Keep the states of stateful loaders before each batch at which a run may continue."""
+        # With accumulate_grad_batches=4, a checkpoint after 6 of 10 batches continues with batch 4. One after the epoch
+        # continues in a new pass, which a loader may begin where the old one ended: so the old one is brought there,
+        # from before its last batch.
         before_fetch = fit.epoch_loop._on_before_fetch
 
         def keep() -> None:
-            if fit._data_fetcher.length is None:
-                stateful = (loader for loader in fit._combined_loader.flattened if kind_of(loader) == "stateful")
-                self._states_before_fetch = [
-                    None if getattr(loader, "counts_trained_batches", False) else copy.deepcopy(loader.state_dict())
-                    for loader in stateful
-                ]
+            fetcher = fit._data_fetcher
+            # Source: ``_PrefetchDataFetcher`` (2.6) reads one batch ahead if the length is unknown, to find the last.
+            number = fit.epoch_loop.batch_progress.current.ready + (fetcher.length is None)
+            begins_window, is_last = number % fit.trainer.accumulate_grad_batches == 0, number + 1 == fetcher.length
+            if (begins_window or is_last) and not self._strategy.batches.only_receives:
+                states = _states(fit._combined_loader.flattened, number)
+                if begins_window:
+                    self._states_of_window = number, states
+                self._states_before_last = states if is_last else None
             before_fetch()
 
         self._restores.enter_context(mock.patch.object(fit.epoch_loop, "_on_before_fetch", keep))
@@ -274,9 +283,9 @@ class ExactResume:
         fit._restarting = False  # otherwise Lightning would not step plateau schedulers at the end of this epoch
         if fit._combined_loader_states_to_load and not self._trackers:
             loop_progress.load_loaders(fit)
+        if restored.kinds == ["stateful"]:
+            loop_progress.end_pass(fit)
         if restored.is_between_epochs:
-            if restored.kinds == ["stateful"]:
-                loop_progress.end_pass(fit)
             loop_progress.begin_epoch(fit, restored.progress, restored.can_open_later)
             if restored.progress.waits:
                 loop_progress.step_plateaus(fit)
@@ -349,10 +358,11 @@ class ExactResume:
         fit_state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # A rank that only receives its batches does not know the state of the loaders.
         stateful = fit_state.get("combined_loader", [])
-        if getattr(trainer.fit_loop._data_fetcher, "batches", None) and self._states_before_fetch is not None:
-            # A batch has been read that no step has used.
-            pairs = zip(self._states_before_fetch, stateful, strict=True)
-            stateful = [now if before is None else before for before, now in pairs]
+        kept = None if progress.in_epoch else self._states_before_last
+        if progress.in_epoch and self._states_of_window is not None and self._states_of_window[0] == progress.batches:
+            kept = self._states_of_window[1]
+        if kept is not None:
+            stateful = [now if before is None else before for before, now in zip(kept, stateful, strict=True)]
         loaders, stateful = self._strategy.batches.from_reader((self._loader_states(trainer, progress), stateful))
         state = RankState(
             coordinates=self._coordinates(),
@@ -404,6 +414,18 @@ class ExactResume:
         module = self._strategy.lightning_module
         trainer = module._trainer if module is not None else None
         return trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
+
+
+def _states(loaders: list[Any], number: int) -> list[Any]:
+    """Return copies of the states of stateful loaders before batch ``number`` of the epoch; None to use later ones."""
+    # A loader that counts trained batches need not be asked early. Before the first batch, only torchdata's has begun.
+    return [
+        None
+        if getattr(loader, "counts_trained_batches", False) or (number == 0 and not isinstance(loader, DataLoader))
+        else copy.deepcopy(loader.state_dict())
+        for loader in loaders
+        if kind_of(loader) == "stateful"
+    ]
 
 
 def _check_continues(

@@ -103,6 +103,11 @@ class SameBatches:
         """Whether this rank reads for the others, if batches are sent."""
         return model_copy_group().rank() == 0
 
+    @property
+    def only_receives(self) -> bool:
+        """Whether this rank gets its batches from another one."""
+        return self._sends and self._strategy.layout.model_parallel_size > 1 and not self.reads
+
     def from_reader(self, value: Any) -> Any:
         """Return what the reading rank has; collective over the model copy if batches are sent."""
         if not self._sends or self._strategy.layout.model_parallel_size == 1:

@@ -140,7 +140,7 @@ class Watch(pl.Callback):
 
 
 class Save(pl.Callback):
-    """Takes checkpoints: at ``"batch 3"`` (batches of the whole run), ``"epoch 1"``, ``"validation 2"``, ``"end"``.
+    """Takes checkpoints: ``"start 3"`` is before a batch of the whole run, ``"batch 3"``, ``"epoch 1"`` etc. after.
 
     Args:
         folder: Where to.
@@ -160,6 +160,9 @@ class Save(pl.Callback):
         if moment in self.moments:
             self.places[moment] = self.watch.batches_at_step, len(self.watch.losses)
             trainer.save_checkpoint(f"{self.folder}/{moment}.ckpt")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, f"start {len(self.watch.batches)}")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.save(trainer, f"batch {len(self.watch.batches)}")
@@ -350,6 +353,26 @@ class RememberingWithoutLength(Remembering):
     __len__ = None  # type: ignore[assignment]
 
 
+class Continuing(Remembering):
+    """Begins an epoch where the one before was cut off, as a stream does."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        samples, rank = Samples(48), dist.get_rank()
+        for _ in range(6):
+            self.done += 1
+            yield default_collate([samples[24 * rank + (2 * self.done + number) % 24] for number in (0, 1)])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def torchdata(size: int, **arguments: Any) -> Any:
+    """Return a loader that makes its iterator, and draws its order, when its state is asked for."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Samples(size), batch_size=2, shuffle=True, **arguments)
+
+
 class Pairs(Dropping):
     """Learns from two loaders at once."""
 
@@ -518,6 +541,71 @@ CASES: dict[str, Case] = {
         module=Dropping,
         data=RememberingWithoutLength,
         moments=("batch 2", "batch 6", "epoch 0", "batch 8"),
+        trainer={"max_epochs": 2},
+    ),
+    "stateful-limited": Case(
+        module=Dropping,
+        data=Remembering,
+        validates=True,
+        moments=("batch 2", "batch 4", "start 4", "epoch 0", "batch 6", "validation 2"),
+        trainer={"max_epochs": 3, "limit_train_batches": 4, "val_check_interval": 2},
+    ),
+    "stateful-unsized-limited": Case(
+        module=Dropping,
+        data=RememberingWithoutLength,
+        validates=True,
+        moments=("batch 2", "batch 4", "epoch 0", "batch 6", "validation 2"),
+        trainer={"max_epochs": 3, "limit_train_batches": 4, "val_check_interval": 2},
+    ),
+    "stateful-continuing-limited": Case(
+        module=Dropping,
+        data=Continuing,
+        moments=("batch 2", "batch 4", "epoch 0", "batch 6"),
+        trainer={"max_epochs": 3, "limit_train_batches": 4},
+    ),
+    "stateful-validated": Case(
+        module=Dropping,
+        data=Remembering,
+        validates=True,
+        moments=("batch 6", "validation 1", "validation 2", "epoch 0"),
+        trainer={"max_epochs": 2, "val_check_interval": 3},
+    ),
+    "stateful-windows": Case(
+        module=Dropping,
+        data=Remembering,
+        moments=("batch 3", "batch 4", "batch 5", "start 5", "batch 10"),
+        trainer={"max_epochs": 2, "accumulate_grad_batches": 3},
+    ),
+    "stateful-unsized-windows": Case(
+        module=Dropping,
+        data=RememberingWithoutLength,
+        moments=("batch 3", "batch 4", "batch 5", "start 5", "batch 10"),
+        trainer={"max_epochs": 2, "accumulate_grad_batches": 3},
+    ),
+    "stateful-start": Case(
+        module=Dropping,
+        data=Remembering,
+        moments=("start 3", "start 6", "start 9"),
+        trainer={"max_epochs": 2},
+    ),
+    "torchdata-limited": Case(
+        module=Dropping,
+        data=partial(torchdata, 16),
+        moments=("batch 2", "batch 4", "epoch 0", "batch 6", "start 7"),
+        trainer={"max_epochs": 3, "limit_train_batches": 4, **OWN},
+        world_size=1,
+    ),
+    "torchdata": Case(
+        module=Dropping,
+        data=partial(torchdata, 12, num_workers=1),
+        moments=("batch 2", "batch 6", "epoch 0", "start 8"),
+        trainer={"max_epochs": 2, **OWN},
+        world_size=1,
+    ),
+    "plain-start": Case(
+        module=Dropping,
+        data=partial(noisy, 22, 2, shuffle=True),
+        moments=("start 1", "start 3", "start 6", "start 9"),
         trainer={"max_epochs": 2},
     ),
     "generator": Case(
