@@ -33,7 +33,7 @@ from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
 from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.layers.padded_rows import PaddedRows
-from lightning_mcore.layers.sampling import logits_at, whole_logits, whole_sequence
+from lightning_mcore.layers.sampling import whole_logits, whole_sequence
 from lightning_mcore.layers.score import HiddenStates, ScoreLayer
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models.generation import evaluating
@@ -370,21 +370,6 @@ class HFModel(nn.Module):
         call = _Call(input_ids, rows, self._checked(labels, rows), num_items_in_batch, [])
         return self._output(call, self._sender(self._run_call(call), input_ids.device))
 
-    def last_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the logits after each row's last token, [b, 1, v] fp32, without those of other tokens.
-
-        Args:
-            input_ids: As in :meth:`forward`, like the mask; padding only on the left.
-            attention_mask: [b, s], or None.
-        """
-        rows = PaddedRows.of(input_ids, attention_mask, None, self.pipeline.layout.sequence_multiple)
-        groups = process_group("tp"), process_group("cp")
-        is_last = torch.zeros_like(input_ids)
-        is_last[:, -1] = 1
-        asked = rows.share(is_last, 0, groups[1].rank(), groups[1].size()) == 1
-        compute = self._sender(self._run(rows, input_ids, places=asked), input_ids.device)
-        return compute(lambda logits: logits_at(logits, asked, self.vocab_size, *groups)[:, None])
-
     def _sender(self, local: Tensor | None, device: torch.device) -> "_Compute":
         """Return what computes from the last stage's output; outside training steps, it sends that to all stages."""
         staged = self.pipeline.is_staged and not self.pipeline.is_active
@@ -459,8 +444,8 @@ class HFModel(nn.Module):
     def generate(self, inputs: Tensor | None = None, *, use_cache: bool = True, **arguments: Any) -> Any:
         """Continue prompts with transformers' own ``generate``; collective over all ranks that share the model.
 
-        Keys and values are cached, so a step runs only the new token, not the whole sequence. They are not cached under
-        context parallelism, nor with padding that the layers cannot hide. Pad prompts of different lengths on the left.
+        Keys and values are cached, so a step runs only the new token, not the whole sequence. Context-parallel ranks
+        share the prompt and the cache. Pad prompts of different lengths on the left.
 
         Args:
             inputs: [b, s] int64, the prompts; the same on all ranks of a model copy.
@@ -488,8 +473,8 @@ class HFModel(nn.Module):
 
         if self.pipeline.layout.expert_model_parallel_size > 1:  # ranks with other prompts need each other's experts
             arguments.setdefault("synced_gpus", True)
-        with ready_to_generate(self):
-            generator: Any = Generator(self, use_cache)
+        with ready_to_generate(self, use_cache) as logits:
+            generator: Any = Generator(self, logits)
             # transformers' cache is off, ours (in Generator) is not
             return generator.generate(inputs, use_cache=False, **arguments)
 

@@ -146,16 +146,18 @@ def with_sinks(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
     return torch.cat((query, column), dim=-1)
 
 
-def query_growth(
-    runs: list[QueryRun], beta: float, length: int, device: torch.device, first_position: int = 0
-) -> Tensor:
-    """Return ``1 + beta * log(1 + position // length)`` for each query's position in its sequence, [queries] fp32.
+def positions_in(runs: list[QueryRun], device: torch.device) -> Tensor:
+    """Return each query's position in its sequence, [queries] int64."""
+    return torch.cat([torch.arange(len(run.rows), device=device) + run.position - run.keys.start for run in runs])
+
+
+def query_growth(positions: Tensor, beta: float, length: int, first_position: int = 0) -> Tensor:
+    """Return ``1 + beta * log(1 + position // length)`` for queries at these positions, in fp32.
 
     With beta 0.1 and length 2, positions 0 to 3 have the factors 1, 1, 1.069, 1.069; counted from 1, they have 1,
     1.069, 1.069, 1.110.
     """
-    places = [torch.arange(len(run.rows), device=device) + run.position - run.keys.start for run in runs]
-    return 1 + beta * torch.log1p(((torch.cat(places) + first_position) // length).float())
+    return 1 + beta * torch.log1p(((positions + first_position) // length).float())
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reach: Reach, softmax: Softmax) -> Tensor:

@@ -19,7 +19,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from lightning_mcore.layers.attention import (
     attend,
     attend_once,
     packed_runs,
+    positions_in,
     query_growth,
     sequence_runs,
     visible,
@@ -50,6 +51,9 @@ from lightning_mcore.layers.autograd import made_again
 from lightning_mcore.layers.norms import RotatedHeadNorm, unweighted_norm
 from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of
 from lightning_mcore.parallel.context import check_packed_offsets, packed_order, packed_positions
+
+if TYPE_CHECKING:
+    from lightning_mcore.layers.token_cache import TokenCache
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +74,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
     """
 
     boundaries_on_host = True  # on the device, Megatron's code before attention would wait for it in every layer
+    cache: "TokenCache | None" = None  # lent to it for generation
 
     def __init__(
         self,
@@ -157,6 +162,10 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         if self.shared_key_group is not None:
             width = self.config.qk_pos_emb_head_dim
             key = _CompleteSharedGradient.apply(key, width, self.shared_key_group)  # type: ignore[no-untyped-call]
+        if self.cache is not None:
+            if not self.cache.is_prompt:
+                return self._attend_next(query, key, value, self.cache)
+            self.cache.keep(self, key, value)
         rank, size = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
         if boundaries is None:
             offsets: tuple[int, ...] = (0, key.size(0) * size)
@@ -164,11 +173,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         else:
             offsets = boundaries.offsets
             runs = packed_runs(offsets, boundaries.lengths, rank, size)
-        growth = self.query_growth
-        if growth is not None:
-            length, first = growth["original_max_position_embeddings"], growth.get("first_position", 0)
-            factors = query_growth(runs, growth["beta"], length, query.device, first)
-            query = query * factors.to(query.dtype)[:, None, None, None]
+        if self.query_growth is not None:
+            query = query * self._growth(positions_in(runs, query.device)).to(query.dtype)[:, None, None, None]
         reach = self._reach(mask_type)
         sinks, scale, dropout = self.softmax_offset, self.softmax_scale, self.attention_dropout
         softmax = Softmax(scale, dropout if self.training else 0.0, self.cap, sinks is not None)
@@ -188,6 +194,21 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             if self.cp_group is None:
                 return over(query, key, value).flatten(2)
             return over_whole_sequences(query, key, value, over, offsets, self.cp_group).flatten(2)
+
+    def _attend_next(self, query: Tensor, key: Tensor, value: Tensor, cache: "TokenCache") -> Tensor:
+        """Compute attention of the next token of each row, [1, b, h / tp, d], to all tokens."""
+        if self.query_growth is not None:
+            assert cache.positions is not None
+            query = query * self._growth(cache.positions).to(query.dtype)[None, :, None, None]
+        softmax = Softmax(self.softmax_scale, cap=self.cap)
+        return cache.attend(self, query, key, value, self._reach(AttnMaskType.causal), softmax, self.softmax_offset)
+
+    def _growth(self, positions: Tensor) -> Tensor:
+        """Return the factors of queries at these positions of their sequences, in fp32."""
+        growth = self.query_growth
+        assert growth is not None
+        length, first = growth["original_max_position_embeddings"], growth.get("first_position", 0)
+        return query_growth(positions, growth["beta"], length, first)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the parameters for a checkpoint; each tensor-parallel rank has the sinks of its heads."""
@@ -293,24 +314,37 @@ def completed(attention: type[nn.Module]) -> type[nn.Module]:
     """
 
     class Completed(attention):  # type: ignore[misc, valid-type]
+        cache: "TokenCache | None" = None  # lent to it for generation
+
         def __init__(
             self,
             config: TransformerConfig,
+            layer_number: int,
             *args: Any,
+            softmax_scale: float | None = None,
+            k_channels: int | None = None,
             pg_collection: ProcessGroupCollection | None = None,
             **kwargs: Any,
         ) -> None:
-            super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+            more = {"softmax_scale": softmax_scale, "k_channels": k_channels, "pg_collection": pg_collection}
+            super().__init__(config, layer_number, *args, **more, **kwargs)
+            scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+            back, _ = _window_of_layer(config, max(1, layer_number))
+            self.of_next = Reach(None if back < 0 else back, 0), Softmax(scale)
             if isinstance(self.softmax_offset, nn.Parameter):
                 nn.init.zeros_(self.softmax_offset)
             self.shared_key_group = None if config.sequence_parallel else _shared_key_group(config, pg_collection)
 
-        def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             """Compute attention; ``key`` is [s / cp, b, groups / tp, d], packed [t / cp, groups / tp, d]."""
             if self.shared_key_group is not None:
                 width = self.config.qk_pos_emb_head_dim
                 key = _CompleteSharedGradient.apply(key, width, self.shared_key_group)  # type: ignore[no-untyped-call]
-            return super().forward(query, key, *args, **kwargs)
+            if self.cache is not None:
+                if not self.cache.is_prompt:
+                    return self.cache.attend(self, query, key, value, *self.of_next, self.softmax_offset)
+                self.cache.keep(self, key, value)
+            return super().forward(query, key, value, *args, **kwargs)
 
     return Completed
 

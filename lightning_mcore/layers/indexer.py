@@ -45,6 +45,7 @@ class _Indexed(nn.Module):
     """What :func:`with_indexer` adds to a class of latent attention."""
 
     config: TransformerConfig
+    core_attention: Any
     has_indexer: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,8 +65,9 @@ class _Indexed(nn.Module):
         longest *= self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         if packed_seq_params is not None:
             longest = max(boundaries_of(packed_seq_params).lengths, default=0)
-        if inference_context is not None:
-            longest += inference_context.sequence_len_offset
+        cache: Any = self.core_attention.cache
+        if cache is not None and not cache.is_prompt:
+            longest = cache.length
         architecture_of(self.config).check_length(f"a sequence of {longest} tokens", longest)
         context = {"inference_context": inference_context, "packed_seq_params": packed_seq_params}
         return super().forward(hidden_states, *args, **context, **kwargs)

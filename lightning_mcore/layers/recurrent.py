@@ -4,15 +4,16 @@
 They replace attention. A first projection computes the inputs of all heads, a short causal convolution mixes some of
 them with earlier tokens, each head's memory is updated and read token by token, and a last projection follows. Weights
 are ordered by head (:attr:`RecurrentLayer.heads`), so that tensor-parallel ranks can split the heads. Context-parallel
-ranks split them too, because each token needs all tokens before it. Packed sequences share no state. In generation,
-:func:`states_of` keeps the memories. :func:`kernels_for` finds kernels of other packages for the memories.
+ranks split them too, because each token needs all tokens before it. Packed sequences share no state. In generation, a
+:class:`~lightning_mcore.layers.token_cache.TokenCache` keeps the memories. :func:`kernels_for` finds kernels of other
+packages for the memories.
 """
 
 import functools
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mcore.layers.core_attention import token_orders
 from lightning_mcore.layers.packed_sequences import boundaries_of
 
+if TYPE_CHECKING:
+    from lightning_mcore.layers.token_cache import TokenCache
+
 CHUNK = 64
 """Tokens that a layer computes at once; memories pass from one chunk to the next."""
-
-_STATES = "recurrent_states"
 
 
 class RecurrentState(NamedTuple):
@@ -46,16 +48,11 @@ class RecurrentState(NamedTuple):
     memory: Tensor  # [b, heads / tp, ...] fp32
 
 
-def states_of(context: Any) -> dict[int, RecurrentState]:
-    """Return the states in Megatron's inference context, by layer number."""
-    states: dict[int, RecurrentState] = vars(context).setdefault(_STATES, {})
-    return states
-
-
 class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
     """A layer with memories in place of attention, with the constructor arguments that Megatron gives to attention."""
 
     kind: str  # what error messages call it
+    cache: "TokenCache | None" = None  # lent to it for generation
 
     def __init__(self, config: TransformerConfig, layer_number: int, heads: int, widths: tuple[int, int]) -> None:
         """Build the projections for ``heads`` heads in all, whose inputs and outputs have these widths."""
@@ -109,13 +106,25 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
         """Return the layer's output, shaped like ``hidden_states``, and None for its bias.
 
         ``hidden_states`` is [s / cp / tp, b, h], packed [t / cp / tp, 1, h]; / tp only with sequence parallelism.
-        ``attention_mask`` is [b, 1, queries, keys] bool, True for padding on the left; only with an inference context,
-        else ValueError.
+        Raises ValueError if there is an attention mask or one of Megatron's inference contexts.
         """
-        if attention_mask is not None and inference_context is None:
+        if attention_mask is not None:
             raise ValueError(f"attention_mask is given to a {self.kind}, which has no scores to mask; pass None")
+        if inference_context is not None:
+            raise ValueError(
+                f"inference_context is given to a {self.kind}, whose memory it does not keep; pass None, and generate"
+                " with MCoreGPT or hf_model()"
+            )
         mixed = self._project(hidden_states)
         ranks = self.cp_group.size()
+        if self.cache is not None and not self.cache.is_prompt:
+            if ranks > 1:
+                mixed = mixed.chunk(ranks, dim=2)[self.cp_group.rank()]
+            output = self._next(mixed, self.cache)
+            if ranks > 1:
+                output = self._all_heads(output.repeat(ranks, 1, 1, 1))
+            next_token: tuple[Tensor, Tensor | None] = self.linear_out(output.flatten(2))
+            return next_token
         length = mixed.size(0) * ranks
         offsets = (0, length) if packed_seq_params is None else boundaries_of(packed_seq_params).offsets
         # Each token needs all tokens before it, so context-parallel ranks exchange: whole sequences of some heads here,
@@ -123,11 +132,11 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
         if ranks > 1:
             order, positions = token_orders(offsets, ranks, mixed.device)
             mixed = self._whole_sequences(mixed).index_select(0, order)
-        if inference_context is None:
+        if self.cache is None:
             lengths = [end - start for start, end in itertools.pairwise(offsets) if end > start]
             output, _ = self._mix(mixed, lengths, None)
         else:
-            output = self._continue(mixed, attention_mask, inference_context)
+            output = self._prompt(mixed, self.cache)
         if ranks > 1:
             output = self._all_heads(output.index_select(0, positions))
         projected: tuple[Tensor, Tensor | None] = self.linear_out(output.flatten(2))
@@ -149,15 +158,26 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
         parts = torch.unflatten(output, 0, (self.cp_group.size(), -1))
         return torch.cat(tensor_parallel.all_to_all(self.cp_group, parts).unbind(), dim=2)
 
-    def _continue(self, mixed: Tensor, attention_mask: Tensor | None, context: Any) -> Tensor:
-        """Return the output for the next tokens, [n, b, heads / tp, c], and update the layer's state."""
-        if attention_mask is not None:
-            first = context.sequence_len_offset
-            padding = attention_mask[:, 0, -1, first : first + mixed.size(0)]
-            mixed = self._hide(mixed, padding.t()[..., None, None])
-        states = states_of(context)
-        output, states[self.layer_number] = self._mix(mixed, [mixed.size(0)], states.get(self.layer_number))
+    def _next(self, mixed: Tensor, cache: "TokenCache") -> Tensor:
+        """Return the output for the next token, [1, b, heads / tp / cp, c], and keep the layer's state after it."""
+        output, state = self._mix(mixed, [1], cache.state(self))
+        cache.keep_state(self, state)
         return output
+
+    def _prompt(self, mixed: Tensor, cache: "TokenCache") -> Tensor:
+        """Return the output for prompts, [s, b, heads / tp / cp, c], and keep the state after the last of each row."""
+        if cache.lengths is None:
+            output, state = self._mix(mixed, [mixed.size(0)], None)
+            cache.keep_state(self, state)
+            return output
+        # The row 7 8 9 . . becomes . . 7 8 9, where padding comes before the memory has begun
+        places = torch.arange(mixed.size(0), device=mixed.device)[:, None]
+        missing = mixed.size(0) - cache.lengths
+        rows = torch.arange(mixed.size(1), device=mixed.device)
+        turned = mixed[(places - missing) % mixed.size(0), rows]
+        output, state = self._mix(self._hide(turned, (places < missing)[..., None, None]), [mixed.size(0)], None)
+        cache.keep_state(self, state)
+        return output[(places + missing) % mixed.size(0), rows]
 
     def _hide(self, mixed: Tensor, padding: Tensor) -> Tensor:
         """Return [n, b, heads / tp, c] in which padding, [n, b, 1, 1] bool, does not change the memory."""

@@ -69,6 +69,7 @@ from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.layers.multi_token import check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.layers.quantized import check_blocks, check_quantization
 from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.layers.token_cache import TokenCache
 from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
 from lightning_mcore.layers.variants import change_ends
 from lightning_mcore.models import generation
@@ -598,12 +599,11 @@ class MCoreGPT(SpeedLogs):
     def generate(
         self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
     ) -> list[int]:
-        """Continue a prompt, one token at a time; each token runs the whole model over the last ``seq_length`` tokens.
+        """Continue a prompt, one token at a time, with a cache of keys and values.
 
         Collective: every rank calls it with the same arguments while the trainer runs, for example in a callback's
-        ``on_train_end``. Without a trainer, call it on the whole model in ``with single_process():``. The sequence is
-        padded to a length that the layout can split; the padding follows the tokens, where causal attention does not
-        see it.
+        ``on_train_end``. Without a trainer, call it on the whole model in ``with single_process():``. Once there are
+        more than ``seq_length`` tokens, each new one runs the whole model over the last ``seq_length``.
 
         Args:
             prompt: Tokens to continue, at least one.
@@ -693,6 +693,11 @@ class MCoreGPT(SpeedLogs):
                 best = stack.enter_context(chunk.judging(labels))
             losses: Tensor = pipeline(inputs.tokens, inputs.position_ids, None, **arguments)
         return losses, best[0]
+
+    @property
+    def takes_cache(self) -> bool:
+        """Whether :meth:`generate` can keep keys and values: the layers can, and ``next_logits`` is not overridden."""
+        return type(self).next_logits is MCoreGPT.next_logits and TokenCache.fits(self._pipeline_of_step())
 
     @property
     def _is_of_gpt_chunks(self) -> bool:

@@ -46,6 +46,10 @@ class PipelineHost(Protocol):
         """Run a method of the module through the pipeline without gradients."""
         ...
 
+    def model_calls(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which calls of the module's pipeline run all stages, outside of steps."""
+        ...
+
 
 class StageOutput(BaseException):
     """Carries a chunk's output, [s, b, h], out of the user's step on all stages but the last."""
@@ -68,6 +72,8 @@ class Pipeline(nn.Module):
     # Set by pipeline_evaluation.py for a model that takes whole batches, and kept after the run: calls all stages, and
     # returns the output on the last one, else None.
     call_outside_schedule: Callable[..., Any] | None = None
+    # Lent by layers/token_cache.py during generation: keys and values of all rows of a call, which must stay together.
+    cache: Any = None
 
     def __init__(
         self,

@@ -163,8 +163,7 @@ class PipelineEvaluation:
         """
         parts: list[_Call] = [(args, kwargs)]
         part_rows = None
-        has_cache = kwargs.get("inference_context") is not None  # of all rows, which cannot be cut
-        if not has_cache and (self._pipeline.is_staged or not torch.is_grad_enabled()):
+        if self._pipeline.cache is None and (self._pipeline.is_staged or not torch.is_grad_enabled()):
             rows, part_rows = len(args[0]), self._strategy.micro_batch_size
             step = part_rows or rows
             parts = [rows_of((args, kwargs), rows, start, start + step) for start in range(0, rows, step)]
@@ -174,7 +173,10 @@ class PipelineEvaluation:
             with torch.no_grad():
                 outputs = self._runner.run_schedule(self._call_chunk, calls)
         else:
-            outputs = [self._chunks.wrapped[0](*args, **kwargs) for args, kwargs in calls]
+            outputs = []
+            for args, kwargs in calls:
+                self._chunks.wait_for_uncalled(self._chunks.wrapped[0])
+                outputs.append(self._chunks.wrapped[0](*args, **kwargs))
         outputs = outputs[: len(parts)]
         if len(outputs) > 1:
             return torch.cat(outputs)
@@ -183,6 +185,7 @@ class PipelineEvaluation:
     def _call_chunk(self, call: _Call, chunk: nn.Module) -> Any:
         """Call a chunk, as the model does inside a step; raises StageOutput on all stages but the last."""
         args, kwargs = call
+        self._chunks.wait_for_uncalled(chunk)
         output = chunk(*args, **kwargs)
         if not self._runner.is_last(chunk):
             raise StageOutput(output)

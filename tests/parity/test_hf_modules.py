@@ -146,24 +146,50 @@ def test_micro_batch_size_cuts_the_calls_of_the_model_in_validation(kind: str) -
                 assert values == pytest.approx(whole[path][0], abs=TOLERANCE), name
 
 
-def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
-    latent = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    layouts = {name: (MODELS.get(name, "llama"), LAYOUTS[name]) for name in LAYOUTS if name != "dp2"}
-    copies = ("ep2", "dp2-sharded")  # which sample for themselves
-    layouts["latent"] = "deepseek_v3", latent
-    layouts |= {f"delta net, {name}": ("qwen3_5_text", LAYOUTS[name]) for name in ("tp2", "pp2")}
-    layouts["sinks"] = "gpt_oss", {**latent, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+def _written(world_size: int, layouts: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    """Compare the tokens, and the widths of a chunk's calls, with those of transformers."""
+    copies = ("ep2", "dp2-sharded", "cp2-dp2", "cp2-ep2")  # which sample for themselves
     runs = {name: (str(tiny_folder(model)), layout) for name, (model, layout) in layouts.items()}
     one = run_ranks(1, write_each, {model: (str(tiny_folder(model)), "auto") for model, _ in layouts.values()})[0]
-    ranks = run_ranks(2, write_each, runs, timeout=120)
-    for name, (model, _) in layouts.items():
+    ranks = run_ranks(world_size, write_each, runs, timeout=120)
+    for name, (model, layout) in layouts.items():
         expected, length = one[model][0], one[model][0].size(1) - NEW_TOKENS
+        size = layout.get("context_parallel_size", 1)
+        multiple = 1 if size == 1 else 2 * size
+        multiple *= 2 if layout.get("sequence_parallel") else 1
         for found in ranks:
             tokens, sampled, widths = found[name]
             assert torch.equal(tokens, expected), name
             assert torch.equal(sampled, ranks[0][name][1]) or name in copies, name
-            if name not in ("cp2", "pp2-vp2"):  # no cache, and two calls for each token
-                assert widths == [length] + [1] * (NEW_TOKENS - 1), name
+            calls = 2 if "vp2" in name else 1  # of each chunk, whose schedule wants two microbatches
+            prompt = -(-length // multiple) * multiple // size
+            assert widths == [prompt] * calls + [1] * calls * (NEW_TOKENS - 1), name
+
+
+def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
+    latent = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layouts = {name: (MODELS.get(name, "llama"), LAYOUTS[name]) for name in LAYOUTS if name != "dp2"}
+    layouts |= {f"latent, {name}": ("deepseek_v3", LAYOUTS[name]) for name in ("tp2-sp", "cp2")}
+    layouts |= {f"delta net, {name}": ("qwen3_5_text", LAYOUTS[name]) for name in ("tp2", "pp2", "pp2-vp2", "cp2")}
+    layouts |= {f"window, {name}": ("gemma3_text", LAYOUTS[name]) for name in ("cp2",)}
+    layouts["sinks"] = "gpt_oss", {**latent, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    layouts["sinks, cp2"] = "gpt_oss", {**LAYOUTS["cp2"], "expert_model_parallel_size": 2}
+    _written(2, layouts)
+
+
+def test_context_parallel_ranks_share_the_cache_on_every_layout_of_four_ranks() -> None:
+    cp2 = LAYOUTS["cp2"]
+    layouts: dict[str, tuple[str, dict[str, Any]]] = {
+        "cp4": ("llama", {"context_parallel_size": 4}),
+        "cp2-tp2": ("llama", cp2 | LAYOUTS["tp2-sp"]),
+        "cp2-pp2": ("llama", cp2 | LAYOUTS["pp2"]),
+        "cp2-dp2": ("llama", cp2),
+        "cp2-ep2": ("mixtral", cp2 | LAYOUTS["ep2"]),
+        "latent, cp4": ("deepseek_v3", {"context_parallel_size": 4}),
+        "window, cp4": ("gemma3_text", {"context_parallel_size": 4}),
+        "delta net, cp2-tp2": ("qwen3_5_text", cp2 | LAYOUTS["tp2-sp"]),
+    }
+    _written(4, layouts)
 
 
 def test_log_probabilities_of_given_tokens_are_those_with_which_they_were_generated() -> None:

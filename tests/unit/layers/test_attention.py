@@ -23,6 +23,7 @@ from lightning_mcore.layers.attention import (
     Softmax,
     attend,
     packed_runs,
+    positions_in,
     query_growth,
     sequence_runs,
     with_sinks,
@@ -233,9 +234,10 @@ def test_queries_grow_with_the_position_in_their_own_sequence(size: int) -> None
     for rank in range(size):
         runs = packed_runs(offsets, (8, 24, 8), rank, size)
         torch.testing.assert_close(
-            query_growth(runs, 0.5, 5, whole.device), split_packed(whole, offsets, rank, size, 0)
+            query_growth(positions_in(runs, whole.device), 0.5, 5), split_packed(whole, offsets, rank, size, 0)
         )
-    assert query_growth(sequence_runs(1, 11), 0.5, 5, whole.device).tolist() == [pytest.approx(1 + 0.5 * math.log(3))]
+    last = positions_in(sequence_runs(1, 11), whole.device)
+    assert query_growth(last, 0.5, 5).tolist() == [pytest.approx(1 + 0.5 * math.log(3))]
 
 
 def test_a_call_may_override_the_mask_type_as_decoding_does() -> None:

@@ -123,10 +123,12 @@ def test_layouts_that_cannot_share_the_heads_are_refused(kind: type, tp: int, cp
 
 
 @of_each_kind
-def test_a_mask_of_scores_is_refused(kind: type) -> None:
+def test_a_mask_of_scores_and_a_cache_of_keys_are_refused(kind: type) -> None:
     with single_process():
         module = gpt(ARCHITECTURES[kind])
         module.configure_model()
         layer = next(layer for layer in module.modules() if type(layer) is kind)
+        with refuses(ValueError, "whose memory it does not keep"):
+            layer(torch.zeros(16, 1, 32), inference_context=object())
         with refuses(ValueError, "which has no scores to mask; pass None"):
             layer(torch.zeros(16, 1, 32), torch.zeros(1, 1, 16, 16, dtype=torch.bool))
