@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of distillation, as plain data: the teacher, the divergence and its weight.
+"""The settings of distillation, as plain data: the teacher, the divergence, layers to match, and their weights.
 
 ``layers/distillation.py`` computes the divergence, ``models/distillation.py`` has the module that trains with it. Files
 and hyper-parameters hold the settings as a dict, which :meth:`Distillation.of` reads.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal
 
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
-from lightning_mcore.config.value_checks import from_fields, require_number, require_size
+from lightning_mcore.config.value_checks import (
+    choices,
+    from_fields,
+    plain_values,
+    require_choice,
+    require_number,
+    require_size,
+)
+
+HiddenLoss = Literal["mse", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,8 @@ class Distillation:
     * forward KL, ``KL(q || p)``, with ``beta=0``: the student covers all that the teacher finds likely;
     * reverse KL, ``KL(p || q)``, with ``beta=1``: the student keeps to what the teacher finds likely;
     * ``beta * KL(q || m) + (1 - beta) * KL(p || m)`` in between (generalized Jensen-Shannon), as in TRL's GKD.
+
+    With ``intermediate_layer_pairs``, ``intermediate_weight`` times the distance of hidden states is added to it.
 
     Args:
         teacher: Folder, hub name or checkpoint of the teacher, a text model with the student's tokenizer.
@@ -39,6 +51,13 @@ class Distillation:
         max_new_tokens: Longest answer of the student, in tokens.
         stop_token: Token that ends an answer of the student; None if none does.
         seed: Seed for choosing these batches, and for sampling the answers at ``temperature``.
+        intermediate_layer_pairs: Pairs of a student layer and a teacher layer, such as ``[[2, 4], [4, 8]]``, whose
+            hidden states are matched; None for none. Layers are counted from 1, as in the ``hidden_states`` of
+            transformers: the last layer's are those after the final norm. If the models have different hidden sizes, a
+            linear projection of the student's states is trained for each pair.
+        intermediate_loss: Distance of a token's hidden states: ``"mse"``, the mean squared difference of their
+            channels, or ``"cosine"``, 1 minus their cosine. It is averaged over the pairs.
+        intermediate_weight: Weight of this distance in the loss.
 
     Raises:
         ValueError: A value is out of range.
@@ -61,19 +80,27 @@ class Distillation:
     max_new_tokens: int = 128
     stop_token: int | None = None
     seed: int = 1234
+    intermediate_layer_pairs: list[list[int]] | None = None
+    intermediate_loss: HiddenLoss = "mse"
+    intermediate_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.teacher, str) or not self.teacher:
             raise TypeError(f"teacher={self.teacher!r} is not the path or name of a model; give one")
-        for name in ("beta", "temperature", "kd_ratio", "on_policy"):
+        for name in ("beta", "temperature", "kd_ratio", "on_policy", "intermediate_weight"):
             require_number(name, getattr(self, name), at_least=0)
         for name in ("beta", "kd_ratio", "on_policy"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)} is too large; choose 0 to 1")
-        for name, effect in (("temperature", "divides by zero"), ("kd_ratio", "learns nothing from the teacher")):
+        for name, effect in (
+            ("temperature", "divides by zero"),
+            ("kd_ratio", "learns nothing from the teacher"),
+            ("intermediate_weight", "learns nothing from hidden states"),
+        ):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}=0 {effect}; choose a number above 0")
         self._check_teacher_use()
+        self._check_pairs()
 
     def _check_teacher_use(self) -> None:
         if self.top_k is not None:
@@ -89,6 +116,28 @@ class Distillation:
         if self.stored is not None and self.top_k is None:
             raise ValueError(
                 f"stored={self.stored!r} would store the whole vocabulary's logits of each token; set top_k, such as 64"
+            )
+
+    def _check_pairs(self) -> None:
+        require_choice("intermediate_loss", self.intermediate_loss, HiddenLoss)
+        if self.intermediate_layer_pairs is None:
+            return
+        pairs = plain_values(self.intermediate_layer_pairs)
+        is_list = isinstance(pairs, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+        if not is_list or not pairs or not all(type(layer) is int for pair in pairs for layer in pair):
+            raise TypeError(
+                f"intermediate_layer_pairs={pairs!r} is not a list of pairs of layers; give one such as"
+                " [[2, 4], [4, 8]], or None"
+            )
+        pairs = [list(pair) for pair in pairs]
+        object.__setattr__(self, "intermediate_layer_pairs", pairs)
+        shown = f"intermediate_layer_pairs={pairs!r}"
+        if any(pairs.count(pair) > 1 for pair in pairs):
+            raise ValueError(f"{shown} has a pair twice; leave one of them out")
+        if self.stored is not None:
+            raise ValueError(
+                f"{shown} needs the teacher in each step, and stored={self.stored!r} has its logits only; leave one of"
+                " them out"
             )
 
     @classmethod
@@ -112,3 +161,43 @@ def check_teacher(path: str, shape: ModelShape, layout: ParallelLayout) -> None:
         layout.validate_model(shape)
     except ValueError as error:
         raise ValueError(f"the teacher {path} does not fit this run: {error}") from error
+
+
+def check_layer_pairs(
+    pairs: Sequence[Sequence[int]], student: Sequence[int], teacher: Sequence[int], multi_token: bool, recomputes: bool
+) -> None:
+    """Raise ValueError if the layers of a pair do not exist, lie on different stages, or do not keep hidden states.
+
+    ``student`` and ``teacher`` are the numbers of layers of each chunk, in the order of the layers. ``multi_token``
+    says whether the student predicts several tokens, ``recomputes`` whether its layers are recomputed in full.
+    """
+    counts = {"student": sum(student), "teacher": sum(teacher)}
+    places = chunks_of_layers(student, multi_token), chunks_of_layers(teacher)
+    for pair in pairs:
+        shown = f"intermediate_layer_pairs has {list(pair)}"
+        for (name, count), layer in zip(counts.items(), pair, strict=True):
+            if not 1 <= layer <= count:
+                raise ValueError(f"{shown}, and layer {layer} of the {name} does not exist; choose 1 to {count}")
+        own, taught = (place[layer - 1] for place, layer in zip(places, pair, strict=True))
+        if own != taught:
+            near = [layer for layer, place in enumerate(places[1], start=1) if place == own]
+            raise ValueError(
+                f"{shown}, whose layers lie on chunks {own + 1} and {taught + 1} of the pipeline's {len(student)};"
+                + (f" pair layer {pair[0]} with layer {choices(near)} of the teacher" if near else " leave it out")
+            )
+        if recomputes and pair[0] < counts["student"]:
+            raise ValueError(
+                f"{shown}, and recompute_granularity='full' keeps no hidden states of layer {pair[0]} of the student;"
+                " set recompute_granularity='selective', or pair only the last layer"
+            )
+
+
+def chunks_of_layers(counts: Sequence[int], multi_token: bool = False) -> list[int]:
+    """Return which chunk has the hidden states of each layer; the last layer's come from the final norm.
+
+    Chunks of 2, 2 and 0 layers give ``[0, 0, 1, 2]``: the norm is in the last chunk, unless the model predicts several
+    tokens, which puts it behind the last layer.
+    """
+    ends = list(accumulate(counts))
+    places = [next(place for place, end in enumerate(ends) if layer < end) for layer in range(ends[-1])]
+    return places if multi_token else [*places[:-1], len(counts) - 1]

@@ -40,6 +40,7 @@ from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.hf.weight_map import whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.interop.export_plan import ExportPlan, Part, Place
+from lightning_mcore.layers.hidden_states import is_projection
 from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_all_ranks
 from lightning_mcore.strategy import MCoreStrategy
 from lightning_mcore.strategy.precision import dtype_of
@@ -275,7 +276,8 @@ class StoredTensors:
         self.shapes: dict[str, Shape] = {}
         self.places: dict[str, list[Place]] = {}
         for key, entry in self._metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata) and not key.startswith(OF_AN_OPTIMIZER):
+            is_weight = not key.startswith(OF_AN_OPTIMIZER) and not is_projection(key)
+            if is_weight and isinstance(entry, TensorStorageMetadata):
                 self._add(key, entry)
 
     def read(self, place: Place) -> Tensor:

@@ -7,6 +7,9 @@ student layers, and sends both activations to the next stage as one tensor. With
     stage 0   teacher [s, b, 4096], student [s, b, 2048]      sends [s, b, 6144], the student first
     stage 1   splits it at 2048; the gradient that it sends back is zero for the teacher's part
 
+If hidden states are matched too (``hidden_states.py``), each stage adds the distance of its pairs of layers, one more
+channel, [s, b, 6145]. So the last stage weighs it like the other losses, and its gradient takes the way back.
+
 The last stage computes token losses and divergences in chunks of tokens (``chunked_loss.py``), so the logits of neither
 model exist for a whole row. The gradient of the divergence by the student's logits is written out below, because
 autograd would keep several copies of the probabilities, and cannot see through the sums over tensor-parallel ranks.
@@ -27,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from torch import Tensor
 
 from lightning_mcore.config.distillation import Distillation
@@ -39,6 +43,7 @@ from lightning_mcore.layers.chunked_loss import (
     summed_in_fp32,
 )
 from lightning_mcore.layers.gpt import GPTChunk
+from lightning_mcore.layers.hidden_states import HiddenDistance, keeping
 from lightning_mcore.layers.sampling import vocab_parallel_top_k
 
 _LEAST = -1e4  # log-probability of nothing: exp(-1e4) is 0, and 0 * -1e4 as well
@@ -55,13 +60,15 @@ class StudentChunk(GPTChunk):
     """A student's layers of one virtual pipeline stage, with those of its teacher, if there is one.
 
     Inside :meth:`learning`, a call returns what it returns otherwise, and the teacher's activations; with the output
-    layer, the loss of each token and its divergence from the teacher, [2, b, s] fp32. With stored logits, no teacher
-    runs. Inside :meth:`storing`, a call with the output layer returns what would be stored, [b, s, 2k + 1] fp32.
+    layer, the loss of each token and its divergence from the teacher, [2, b, s] fp32; [3, b, s] with the distance of
+    hidden states, if layers are paired. With stored logits, no teacher runs. Inside :meth:`storing`, a call with the
+    output layer returns what would be stored, [b, s, 2k + 1] fp32.
     """
 
     setting: Distillation
     taught_tokens: int  # tokens that both vocabularies have
     _teacher: tuple[TeacherChunk] | None = None  # in a tuple, so that it does not become a submodule
+    _distance: HiddenDistance | None = None  # if layers are paired
     _is_learning = _is_storing = False
     _stored: Tensor | None = None  # [b, s, 2k + 1] fp32
     _received: Tensor | None = None  # from the stage before, [s, b, both hidden sizes]
@@ -74,6 +81,10 @@ class StudentChunk(GPTChunk):
         """
         self._teacher = None if teacher is None else (teacher,)
         self.setting, self.taught_tokens = setting, tokens
+        pairs = setting.intermediate_layer_pairs
+        self._distance = None
+        if teacher is not None and pairs is not None:
+            self._distance = HiddenDistance(self, teacher, pairs, setting.intermediate_loss)
 
     @contextlib.contextmanager
     def learning(self, stored: Tensor | None = None) -> Iterator[None]:
@@ -108,16 +119,31 @@ class StudentChunk(GPTChunk):
             return super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
         assert self._teacher is not None, "a model learns from a teacher that it has"
         [teacher] = self._teacher
+        compare = self._distance
+        distance: Tensor | float = 0.0  # from the stages before
         if self._received is not None and not self.pre_process:
-            sizes = [self.config.hidden_size, teacher.config.hidden_size]
-            own, given = torch.split(self._received, sizes, dim=-1)
+            sizes = [self.config.hidden_size, teacher.config.hidden_size, int(compare is not None)]
+            own, given, distance = torch.split(self._received, sizes, dim=-1)
             super().set_input_tensor(own)
             teacher.set_input_tensor(given.detach())
         shared = {name: kwargs[name] for name in ("packed_seq_params", "padding_mask") if name in kwargs}
-        with torch.no_grad():
+        pairs = [] if compare is None else compare.pairs
+        with torch.no_grad(), keeping(teacher, {layer for _, layer in pairs}) as wanted:
             self._taught = teacher(input_ids, position_ids, attention_mask, **shared)
-        found: Tensor = super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
-        return found if self.post_process else torch.cat([found, self._taught.to(found.dtype)], dim=-1)
+        with keeping(self, {layer for layer, _ in pairs}) as states:
+            found: Tensor = super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
+        results = [found] if self.post_process else [found, self._taught.to(found.dtype)]
+        if compare is not None:
+            distance = distance + compare(states, wanted, self._taught)
+            results.append(self._of_all_ranks(distance) if self.post_process else distance.to(found.dtype))
+        return torch.cat(results, dim=0 if self.post_process else -1)
+
+    def _of_all_ranks(self, distance: Tensor) -> Tensor:
+        """Return a distance of each token, [s, b, 1] or a sequence-parallel share, as [1, b, s]."""
+        if self.config.sequence_parallel:
+            # All ranks have the same gradients, so backward takes its part instead of summing
+            distance = tensor_parallel.gather_from_sequence_parallel_region(distance, tensor_parallel_output_grad=False)
+        return distance.permute(2, 1, 0)
 
     def _losses_or_logits(
         self, hidden: Tensor, labels: Tensor | None, weight: Tensor | None, places: Tensor | None, gathered: bool | None

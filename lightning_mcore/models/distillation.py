@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_mcore.config.distillation import Distillation, check_teacher
+from lightning_mcore.config.distillation import Distillation, check_layer_pairs, check_teacher
 from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
@@ -40,6 +40,7 @@ from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.stored_logits import StoredLogits, looks_complete
 from lightning_mcore.parallel.chunks import cast_chunk
 from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.stage_layers import layers_of_chunks
 
 _OWN = "own_samples"  # entry of a batch, [b] bool: the student's own answers
 _TEACHER = "distillation_teacher"  # key of a checkpoint: the teacher's fingerprint
@@ -53,14 +54,15 @@ _OFF: dict[str, Any] = {  # of the teacher, whose weights come from its files
 
 @inherit_help(MCoreGPT)
 class MCoreDistillation(MCoreGPT):
-    """A GPT that learns from a teacher: forward KL, reverse KL or generalized Jensen-Shannon, with the token loss.
+    """A GPT that learns from a teacher: its next-token probabilities and, if you pair layers, its hidden states.
 
     The teacher is split across the ranks like the student: tensor, sequence, pipeline, context and expert parallelism
     apply to both. It has no gradients, no optimizer state, and is not in checkpoints. A resumed run reads it again, and
     checks that it is the same. Both models must use the same tokens.
 
-    Logs ``train_loss`` (the mixed loss), ``train_token_loss`` and ``train_divergence``; validation and testing log what
-    ``MCoreGPT`` does, for the student alone, so ``val_loss`` is a token loss.
+    Logs ``train_loss`` (the mixed loss), ``train_token_loss``, ``train_divergence`` and, with paired layers,
+    ``train_intermediate_loss``; validation and testing log what ``MCoreGPT`` does, for the student alone, so
+    ``val_loss`` is a token loss.
 
     The arguments are those of :class:`~lightning_mcore.MCoreGPT`, and ``distillation``. ``transformer_impl`` and
     ``make_vocab_size_divisible_by`` also apply to the teacher.
@@ -174,6 +176,11 @@ class MCoreDistillation(MCoreGPT):
         if host is not None:
             check_teacher(self.distillation.teacher, self.teacher.model_shape(), host.layout)
         self.teacher.check_settings()
+        pairs = self.distillation.intermediate_layer_pairs
+        if pairs is not None:
+            own = self._build_config()
+            student, taught = map(layers_of_chunks, (own, self.teacher._build_config()))
+            check_layer_pairs(pairs, student, taught, bool(own.mtp_num_layers), own.recompute_granularity == "full")
 
     @property
     def _fits(self) -> bool:
@@ -313,14 +320,17 @@ class MCoreDistillation(MCoreGPT):
         with self._on_chunks(lambda chunk: chunk.learning(stored)):
             found, inputs = self.token_losses(batch)
         assert inputs.loss_mask is not None
-        losses, divergences = found
-        for name, values in (("train_token_loss", losses), ("train_divergence", divergences)):
+        losses, divergences = found[:2]
+        names = ("train_token_loss", "train_divergence", "train_intermediate_loss")
+        for name, values in zip(names, found, strict=False):
             mean, count = token_mean(values.detach(), inputs.loss_mask)
             self.log(name, mean, batch_size=count, sync_dist=True)  # type: ignore[arg-type]
         ratio: Any = self.distillation.kd_ratio
         if _OWN in batch:
             ratio = batch[_OWN][:, None].float()  # all ones: the student need not repeat its own words
         mixed = (1 - ratio) * losses + ratio * divergences
+        for distances in found[2:]:
+            mixed = mixed + self.distillation.intermediate_weight * distances
         return self._log_loss("train_loss", self.learned_losses(mixed), inputs)
 
     def teacher_top_k(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -12,7 +12,7 @@ def check_uniform_recompute(config: TransformerConfig) -> None:
         return
     # 12 layers on 4 stages are chunks of 3, so groups of 2 are rejected.
     group = config.recompute_num_layers
-    uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
+    uneven = sorted(layers for layers in layers_of_chunks(config) if layers % group)
     if uneven:
         raise ValueError(
             f"recompute_num_layers={group} with recompute_method='uniform' does not divide the {uneven[0]} layers of a "
@@ -29,15 +29,14 @@ def layers_of_first_chunk(config: TransformerConfig) -> int:
     return int(get_num_layers_to_build(config, vp_stage=0 if interleaved else None, pp_rank=0))
 
 
-def _layers_of_chunks(config: TransformerConfig) -> set[int]:
-    """Return the different layer counts of the chunks on all stages."""
+def layers_of_chunks(config: TransformerConfig) -> list[int]:
+    """Return the number of layers of each chunk, in the order of the layers."""
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
-        return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}
-    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
-    interleaved = config.virtual_pipeline_model_parallel_size is not None
-    return {
-        get_num_layers_to_build(config, vp_stage=chunk if interleaved else None, pp_rank=rank)
-        for rank in range(config.pipeline_model_parallel_size)
-        for chunk in chunks
-    }
+        return [stage[chunk].count(LayerType.decoder) for chunk in range(chunks or 1) for stage in layout.layout]
+    return [
+        int(get_num_layers_to_build(config, vp_stage=None if chunks is None else chunk, pp_rank=rank))
+        for chunk in range(chunks or 1)
+        for rank in range(stages)
+    ]

@@ -340,6 +340,7 @@ class Activations:
         # A teacher's hidden states: received in one tensor with the student's, sent in one, and kept for the loss.
         taught, in_teacher = self._of_teacher
         kept += taught * ((not chunk.embedding) + sent + chunk.output)
+        kept += chunk.pairs * self._distance
         rows = run.batch.micro_batch_size * chunk.embedding
         of_tower, of_worst = tower_bytes(fields, run.layout, rows, form.parameter)
         in_layers = again + self._in_layer(any(fields.is_moe[layer] for layer in chunk.layers))
@@ -370,6 +371,15 @@ class Activations:
             return 0.0, 0.0
         teacher = Activations(replace(self.run, fields=self.run.fields.teacher))
         return teacher._hidden, teacher._in_layer(any(teacher.run.fields.is_moe))
+
+    @property
+    def _distance(self) -> float:
+        """Bytes that the distance of a pair of hidden states keeps, in fp32: their difference, or both of them."""
+        teacher = self.run.fields.teacher
+        if teacher is None:
+            return 0.0
+        states = 1 if self.run.fields.hidden_loss == "mse" else 2
+        return self._weigh([Row("hidden states", states * teacher.hidden_size, FP32, "sequence")])
 
     @property
     def _logits_of_teacher(self) -> float:

@@ -122,7 +122,13 @@ def with_teacher(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
     path = setting.teacher
     given = planned_settings(path, None, fields.seq_length, {"mtp_num_layers": None})
     multiple = model.get("make_vocab_size_divisible_by") or 128
-    return replace(fields, teacher=GPTFields.of({**given, "make_vocab_size_divisible_by": multiple}), teacher_path=path)
+    return replace(
+        fields,
+        teacher=GPTFields.of({**given, "make_vocab_size_divisible_by": multiple}),
+        teacher_path=path,
+        layer_pairs=tuple((own, taught) for own, taught in setting.intermediate_layer_pairs or ()),
+        hidden_loss=setting.intermediate_loss,
+    )
 
 
 def assumptions_of_loss(model: Mapping[str, Any]) -> Iterator[str]:

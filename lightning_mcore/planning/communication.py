@@ -52,7 +52,9 @@ def communication_volume(run: Sizes, stage: int) -> list[AxisVolume]:
             volumes["tp"].sent += (chunk.output + chunk.mtp) * of_loss * tokens
         place, last = index * len(stages) + stage, len(stages) * len(stages[stage]) - 1
         messages = (place < last) + (place > 0)
-        sizes = fields.hidden_size + (0 if fields.teacher is None else fields.teacher.hidden_size)  # in one message
+        # In one message: both models' hidden states, and the distance of those that are compared
+        sizes = fields.hidden_size + (0 if fields.teacher is None else fields.teacher.hidden_size)
+        sizes += bool(fields.layer_pairs)
         volumes["pp"].sent += messages * sizes * of_token / _shares(layout)
     if fields.teacher is not None:
         for axis, channels in _of_teacher(fields.teacher, layout, stage, FP32 / formats.parameter):

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from lightning_mcore.config.architecture import Architecture, Mixer, moe_layers, needs_torch_backend
+from lightning_mcore.config.distillation import HiddenLoss, chunks_of_layers
 from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
@@ -88,6 +89,8 @@ class GPTFields:
     image_tokens: int = 0  # tokens of images in a row; 0 if unknown
     teacher: "GPTFields | None" = None  # of a model that learns from another one
     teacher_path: str = ""
+    layer_pairs: tuple[tuple[int, int], ...] = ()  # layers of model and teacher whose hidden states are compared
+    hidden_loss: HiddenLoss = "mse"  # how they are compared
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
@@ -122,6 +125,12 @@ class GPTFields:
     def has_logits(self) -> bool:
         """Whether the output layer gives each token logits over the vocabulary."""
         return not self.scores and not self.encodes and not self.judged_tokens
+
+    @property
+    def projected_width(self) -> int:
+        """Channels to which hidden states are projected before a teacher's are compared; 0 without projections."""
+        wide = 0 if self.teacher is None or not self.layer_pairs else self.teacher.hidden_size
+        return 0 if wide == self.hidden_size else wide
 
     @property
     def subtracts_mean(self) -> bool:
@@ -219,6 +228,7 @@ class ChunkLayers:
     embedding: bool  # whether the chunk has the embedding
     output: bool  # whether the chunk has the output layer and the loss
     mtp: int = 0  # layers of multi-token prediction; with any, it has an embedding, perhaps a copy
+    pairs: int = 0  # number of its layers' hidden states that are compared with a teacher's
 
 
 def stage_layers(fields: GPTFields, layout: ParallelLayout) -> list[list[ChunkLayers]]:
@@ -231,12 +241,20 @@ def stage_layers(fields: GPTFields, layout: ParallelLayout) -> list[list[ChunkLa
         counts = _counts(sizes, pp, layout.virtual_pipeline_model_parallel_size)
         mtp = [0] * (pp * chunks - 1) + [fields.mtp_num_layers]
     starts, last = [0, *accumulate(counts)], pp * chunks - 1
+    places = chunks_of_layers(counts, bool(fields.mtp_num_layers)) if fields.layer_pairs else []
 
     def chunk(stage: int) -> ChunkLayers:
         numbers = range(starts[stage], starts[stage] + counts[stage])
-        return ChunkLayers(tuple(numbers), embedding=stage == 0, output=stage == last, mtp=mtp[stage])
+        pairs = sum(0 < layer <= len(places) and places[layer - 1] == stage for layer, _ in fields.layer_pairs)
+        return ChunkLayers(tuple(numbers), embedding=stage == 0, output=stage == last, mtp=mtp[stage], pairs=pairs)
 
     return [[chunk(index * pp + rank) for index in range(chunks)] for rank in range(pp)]
+
+
+def layers_of_chunks(fields: GPTFields, layout: ParallelLayout) -> list[int]:
+    """Return the number of layers of each chunk, in the order of the layers."""
+    stages = stage_layers(fields, layout)
+    return [len(stage[index].layers) for index in range(layout.num_chunks) for stage in stages]
 
 
 _OF_SPLIT = (

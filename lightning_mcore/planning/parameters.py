@@ -34,11 +34,14 @@ def chunk_tensors(
     fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, backend: str = "local"
 ) -> list[ParameterTensor]:
     """Return the parameters of a chunk on one rank of a layout that fits the model."""
-    return [
+    own = [
         trained
         for prefix, tensor in _of_chunk(fields, layout, chunk, backend)
         for trained in _with_adapters(fields, layout, prefix, tensor)
     ]
+    width = fields.projected_width
+    shape = (width, fields.hidden_size)
+    return own + [ParameterTensor("projection", prod(shape), is_matrix=True, shape=shape)] * (chunk.pairs * (width > 0))
 
 
 def whole_shapes(fields: GPTFields) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from torch import nn
 from lightning_mcore.arguments.build import make_strategy
 from lightning_mcore.config.architecture import check_architecture, set_architecture
 from lightning_mcore.config.communication import CommunicationOptions
-from lightning_mcore.config.distillation import check_teacher
+from lightning_mcore.config.distillation import check_layer_pairs, check_teacher
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of, fusion_defaults
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
@@ -49,7 +49,7 @@ from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_
 from lightning_mcore.planning.formats import Formats, optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.measured import SEQUENCES
-from lightning_mcore.planning.model import GPTFields, backend_of
+from lightning_mcore.planning.model import GPTFields, backend_of, layers_of_chunks
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_config, of_model
 from lightning_mcore.planning.sizes import OVERLAPS, Sizes
 from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
@@ -272,6 +272,10 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
         book.attempt(check_first_stage, fields, layout)
     if fits and fields.teacher is not None:
         fits = book.passes(check_teacher, fields.teacher_path, fields.teacher.shape, layout)
+        if fits and fields.layer_pairs:
+            own, taught = (layers_of_chunks(model, layout) for model in (fields, fields.teacher))
+            recomputes = fields.recompute_granularity == "full"
+            book.attempt(check_layer_pairs, fields.layer_pairs, own, taught, bool(fields.mtp_num_layers), recomputes)
     if fp8 is not None and fp8.is_on:
         book.attempt(check_model, fp8, fields.shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
         book.attempt(check_layers, fp8, fields.num_layers, layout.pipeline_model_parallel_size)

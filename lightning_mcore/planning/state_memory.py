@@ -203,7 +203,7 @@ def _with_whole_layers(run: Sizes, shares: RankMemory) -> RankMemory:
     Source: ``MegatronFSDP``, ``AllGatherPipeline`` and ``GradReducePipeline`` (0.16.1).
     """
     formats, [chunk] = run.formats, run.stages[0]
-    parts = [replace(chunk, layers=(layer,), embedding=False, output=False, mtp=0) for layer in chunk.layers]
+    parts = [replace(chunk, layers=(layer,), embedding=False, output=False, mtp=0, pairs=0) for layer in chunk.layers]
     counts = [count_of([chunk_tensors(run.fields, run.layout, part, formats.backend)]) for part in parts]
     layer, every = max(count.total for count in counts), count_of(run.tensors(0))
     outside = every.total - sum(count.total for count in counts)

@@ -49,6 +49,7 @@ def step_work(run: Sizes) -> StepWork:
     teacher = _forward_flops(fields.teacher, layout, batch.seq_length, in_chunks)
     for chunks, taught in zip(run.stages, teacher, strict=True):
         parts = _stage_flops(fields, of_layers, chunks, in_chunks)
+        parts["projections"] *= 1 if layout.sequence_parallel else layout.tensor_model_parallel_size  # on every rank
         of_stage.append((sum(parts.values()) + taught) * batch.tokens / ranks)
         slow = sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items()) + taught
         slowed.append(slow * batch.tokens / ranks)
@@ -70,6 +71,7 @@ def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
         "mlp": fields.ffn_hidden_size / tp,
         "moe": fields.moe_ffn_hidden_size / layout.expert_tensor_size,
         "shared_experts": fields.moe_shared_expert_intermediate_size / tp or math.inf,
+        "projections": fields.projected_width or math.inf,
         "output": fields.output_size / (tp if fields.has_logits else 1) or math.inf,
     }
 
@@ -90,6 +92,7 @@ def _stage_flops(
         parts["output"] += (int(chunk.output) + chunk.mtp) * output
         if chunk.embedding and not fields.tied:
             parts["output"] += _passes(fields, 0, ("embedding.",))
+        parts["projections"] += chunk.pairs * 3 * 2 * fields.hidden_size * fields.projected_width
         parts["attention"] += chunk.mtp * _passes(fields, 4 * fields.hidden_size**2, ("mtp.layers.0.eh_proj.",))
     return parts
 

@@ -7,7 +7,7 @@ knows nothing of padding, packing, chunks or ranks. The teacher is of another fa
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,15 @@ from lightning_mcore import (
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row
 from lightning_mcore.data.sampling import data_parallel_place
+from lightning_mcore.interop.callback import SaveHFModel
+from lightning_mcore.interop.export import export_checkpoint
 from lightning_mcore.interop.importing import import_checkpoint
+from lightning_mcore.layers.hidden_states import PROJECTIONS
 from lightning_mcore.models import generation
+from tests.parity.global_tensors import whole_gradients
 from tests.parity.hf_training import KeepsGradients, Part, differing_values, on_disk
 from tests.support.chats import characters, exchanges, write
-from tests.support.hf_models import VARIANTS, VOCAB_SIZE, auto_model, save_tiny, tiny_folder
+from tests.support.hf_models import VARIANTS, VOCAB_SIZE, auto_model, read_tensors, save_tiny, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
@@ -59,9 +63,22 @@ CASES = {
     "top": {"beta": 0.3, "temperature": 0.7, "kd_ratio": 0.9, "top_k": 7},
     "top forward": {"temperature": 2.0, "top_k": 30},
     "top reverse": {"beta": 1.0, "top_k": 1},
+    "hidden": {"kd_ratio": 0.6, "intermediate_layer_pairs": [[2, 4], [4, 8], [2, 3]], "intermediate_weight": 0.7},
+    "hidden, same width": {"kd_ratio": 0.9, "intermediate_layer_pairs": [[1, 1], [4, 8]]},
+    "hidden, last layer": {"intermediate_layer_pairs": [[4, 8]], "temperature": 2.0},
+    "hidden cosine": {"beta": 0.3, "intermediate_layer_pairs": [[3, 5], [4, 8]], "intermediate_loss": "cosine"},
+}
+RECOMPUTED: dict[str, dict[str, Any]] = {  # fields of the student
+    "hidden cosine": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "hidden, last layer": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 Run = tuple[str, str, bool]  # a case, the student's family, and whether rows are packed
 DENSE: tuple[Run, ...] = (("js", "qwen2", False), ("forward", "qwen2", True), ("top", "qwen2", True))
+HIDDEN: tuple[Run, ...] = (("hidden", "qwen2", False), ("hidden cosine", "qwen2, untied", True))
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
     "1": {Layout(): (*((case, "qwen2", False) for case in CASES), ("reverse", "qwen2, untied", True))},
     "2": {
@@ -71,26 +88,29 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
             ("top reverse", "qwen2, untied", False),
             ("reverse", "qwen2, untied", False),
             ("js", "qwen2, sparse teacher", True),
+            *HIDDEN,
         ),
-        Layout(pp=2): (*DENSE, ("reverse", "qwen2, untied", True)),
-        Layout(cp=2): DENSE,
-        Layout(dp=2, distributed_optimizer=True): DENSE,
+        Layout(pp=2): (*DENSE, ("reverse", "qwen2, untied", True), *HIDDEN, ("hidden, last layer", "qwen2", True)),
+        Layout(cp=2): (*DENSE, *HIDDEN),
+        Layout(dp=2, distributed_optimizer=True): (*DENSE, *HIDDEN),
         Layout(moe=True, dp=2, ep=2): (
             *(("js", "qwen2_moe", False), ("forward", "qwen2_moe", True)),
+            ("hidden, same width", "qwen2_moe", True),
             ("forward", "qwen2_moe, dense teacher", False),
         ),
     },
     "2 more": {
-        Layout(tp=2): DENSE,
-        Layout(pp=2, vp=2): DENSE,
-        Layout(dp=2): (("reverse", "qwen2", False),),
+        Layout(tp=2): (*DENSE, *HIDDEN),
+        Layout(pp=2, vp=2): (*DENSE, *HIDDEN),
+        Layout(dp=2): (("reverse", "qwen2", False), *HIDDEN),
+        Layout(dp=2, sharding="optim_grads_params"): HIDDEN,
         Layout(moe=True, tp=2, sp=True): (("js", "qwen2_moe", False),),
     },
     "4": {
-        Layout(tp=2, cp=2, sp=True): DENSE,
-        Layout(tp=2, pp=2, sp=True): DENSE,
-        Layout(dp=2, cp=2): DENSE[1:],
-        Layout(dp=2, pp=2): DENSE,
+        Layout(tp=2, cp=2, sp=True): (*DENSE, *HIDDEN),
+        Layout(tp=2, pp=2, sp=True): (*DENSE, *HIDDEN),
+        Layout(dp=2, cp=2): (*DENSE[1:], *HIDDEN),
+        Layout(dp=2, pp=2): (*DENSE, *HIDDEN),
     },
 }
 
@@ -112,6 +132,7 @@ VARIANTS |= {
     "qwen2_moe, dense teacher": ("qwen2_moe", {}),
 }
 TEACHER = {"hidden_size": 48, "num_hidden_layers": 8, "intermediate_size": 64}
+SPARSE_TEACHER = {"num_hidden_layers": 8, "moe_intermediate_size": 24}  # as wide as the student, whose weights differ
 
 
 @functools.cache
@@ -123,7 +144,9 @@ def teacher_folder(family: str = "llama", **changes: Any) -> str:
 
 @functools.cache
 def teacher_of(family: str) -> str:
-    return teacher_folder("qwen2_moe" if family in ("qwen2_moe", "qwen2, sparse teacher") else "llama")
+    if family in ("qwen2_moe", "qwen2, sparse teacher"):
+        return teacher_folder("qwen2_moe", **SPARSE_TEACHER)
+    return teacher_folder("llama")
 
 
 @functools.cache
@@ -136,23 +159,49 @@ def plain_step(case: str, family: str) -> tuple[dict[str, float], dict[str, Tens
         for folder in (tiny_folder(family), teacher_of(family))
     )
     setting = {"beta": 0.0, "temperature": 1.0, "kd_ratio": 1.0, **CASES[case]}
-    losses, divergences = [], []
+    losses, divergences, distances = [], [], list[Tensor]()
+    pairs = [(a, b) for a, b in setting.get("intermediate_layer_pairs", [])]
+    widths = [model.config.hidden_size for model in (teacher, student)]
+    projections = {pair: projection(pair, *widths).to(dtype).requires_grad_() for pair in pairs}
     for sample in samples():
         tokens = torch.from_numpy(sample.tokens)[None]
         counts = torch.from_numpy(sample.loss_mask[1:])  # type: ignore[index]
-        logits = student(tokens[:, :-1]).logits[0][counts].double()
-        taught = teacher(tokens[:, :-1]).logits[0][counts].double().detach()
+        both = [model(tokens[:, :-1], output_hidden_states=True) for model in (student, teacher)]
+        logits, taught = (output.logits[0][counts].double() for output in both)
+        taught = taught.detach()
+        for pair, projected in projections.items():
+            own, wanted = (output.hidden_states[layer][0][counts] for output, layer in zip(both, pair, strict=True))
+            own = own if widths[0] == widths[1] else own @ projected.mT
+            distances.append(distance(own, wanted.detach(), setting.get("intermediate_loss", "mse")) / len(pairs))
         losses.append(torch.nn.functional.cross_entropy(logits, tokens[0, 1:][counts], reduction="none"))
         p, q = ((values / setting["temperature"]).softmax(-1) for values in (logits, taught))
         if "top_k" in setting:
             tokens = q.topk(setting["top_k"]).indices
             p, q = (with_the_rest(values, tokens) for values in (p, q))
         divergences.append(divergence(p, q, setting["beta"]))
-    loss, distance = torch.cat(losses).mean(), torch.cat(divergences).mean()
-    mixed = (1 - setting["kd_ratio"]) * loss + setting["kd_ratio"] * distance
-    mixed.backward()
-    values = {"train_loss": mixed, "train_token_loss": loss, "train_divergence": distance}
-    return {name: value.item() for name, value in values.items()}, on_disk(family, dict(student.named_parameters()))
+    loss, apart = torch.cat(losses).mean(), torch.cat(divergences).mean()
+    mixed = (1 - setting["kd_ratio"]) * loss + setting["kd_ratio"] * apart
+    values = {"train_loss": mixed, "train_token_loss": loss, "train_divergence": apart}
+    if pairs:
+        values["train_intermediate_loss"] = torch.cat(distances).sum() / sum(map(len, losses))
+        values["train_loss"] = mixed + setting.get("intermediate_weight", 1.0) * values["train_intermediate_loss"]
+    values["train_loss"].backward()
+    gradients = on_disk(family, dict(student.named_parameters()))
+    if widths[0] != widths[1]:
+        gradients |= {f"{PROJECTIONS}.{a}-{b}.weight": projections[a, b].grad for a, b in pairs}  # type: ignore[misc]
+    return {name: value.item() for name, value in values.items()}, gradients
+
+
+def projection(pair: tuple[int, int], *shape: int) -> Tensor:
+    """Return the projection for a pair of layers, [teacher's width, student's width]."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(10 * pair[0] + pair[1])) / 6
+
+
+def distance(own: Tensor, wanted: Tensor, kind: str) -> Tensor:
+    """Return the distance of each token's hidden states."""
+    if kind == "mse":
+        return ((own - wanted) ** 2).mean(-1)
+    return 1 - (own * wanted).sum(-1) / (own.norm(dim=-1) * wanted.norm(dim=-1))
 
 
 def divergence(p: Tensor, q: Tensor, beta: float) -> Tensor:
@@ -197,7 +246,27 @@ class Data(pl.LightningDataModule):
 
 
 class Watched(KeepsGradients, MCoreDistillation):
-    """Keeps finished gradients."""
+    """Keeps finished gradients, also of projections, which begin with known values."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        with torch.no_grad():
+            for pair, weight in self.projections():
+                weight.copy_(projection(pair, *weight.shape))
+
+    def projections(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        for chunk in self.model.chunks:
+            for name, layer in getattr(chunk, PROJECTIONS, {}).items():
+                first, second = map(int, name.split("-"))
+                yield (first, second), layer.weight
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        strategy: Any = self.trainer.strategy
+        found = [whole_gradients(chunk) for chunk in strategy._chunks.ddp]
+        for (a, b), weight in self.projections():
+            [gradient] = [of[weight.data_ptr()] for of in found if weight.data_ptr() in of]
+            self.gradients.append(Part(f"{PROJECTIONS}.{a}-{b}.weight", (0, 0), gradient.clone()))
 
 
 Seen = tuple[dict[str, float], list[Part]]
@@ -210,7 +279,9 @@ def train(layouts: dict[Layout, tuple[Run, ...]], folders: dict[str, tuple[str, 
 
 def _train(layout: Layout, run: Run, folder: str, teacher: str) -> Seen:
     case, _, packed = run
-    module = Watched.from_pretrained(folder, Distillation(teacher, **CASES[case]), seq_length=LENGTH)
+    module = Watched.from_pretrained(
+        folder, Distillation(teacher, **CASES[case]), seq_length=LENGTH, transformer=RECOMPUTED.get(case)
+    )
     in_parts = {"micro_batch_size": 1} if layout.dp == 1 else {}
     trainer = make_trainer(
         MCoreStrategy(**layout.strategy_arguments | in_parts, loss_chunk_size=None if case == "reverse" else CHUNK),
@@ -258,6 +329,7 @@ def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **optio
     """Train and return each step's ``train_loss``, ``train_token_loss`` and ``train_divergence``."""
     resumed, kept, precision = (options.pop(name, None) for name in ("resumed", "kept", "precision"))
     more, packed = options.pop("setting", {}), options.pop("packed", True)
+    callbacks = options.pop("callbacks", [])
     recipe = Recipe(learning_rate=0.01, min_learning_rate=0.01)
     setting = Distillation(teacher, **CASES["js"], **more)
     module = MCoreDistillation.from_pretrained(folder, setting, seq_length=LENGTH, recipe=recipe, **options)
@@ -266,7 +338,7 @@ def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **optio
         MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK),
         max_steps=steps,
         use_distributed_sampler=False,
-        callbacks=[losses],
+        callbacks=[losses, *callbacks],
         **({} if precision is None else {"precision": precision}),
     )
     trainer.fit(module, Data(packed, steps=steps), ckpt_path=resumed)
@@ -274,11 +346,14 @@ def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **optio
     return losses.seen
 
 
+PAIRS: dict[str, Any] = {"intermediate_layer_pairs": [[2, 4], [4, 8]]}
+
+
 def resumed_runs(layout: Layout, folder: str, teacher: str, other: str, out: str) -> list[list[list[float]]]:
     """Train, resume in the middle, and be refused with another teacher."""
     kept = f"{out}/kept.ckpt"
-    whole = losses_of_run(layout, folder, teacher, 4, kept=kept)
-    resumed = losses_of_run(layout, folder, teacher, 4, resumed=kept)
+    whole = losses_of_run(layout, folder, teacher, 4, kept=kept, setting=PAIRS)
+    resumed = losses_of_run(layout, folder, teacher, 4, resumed=kept, setting=PAIRS)
     with pytest.raises(ValueError, match="has other weights than the teacher of the run that wrote the checkpoint"):
         losses_of_run(layout, folder, other, 4, resumed=kept)
     return [whole, resumed]
@@ -291,6 +366,47 @@ def test_a_run_that_resumes_reads_the_teacher_again_and_repeats_every_bit(layout
     for whole, resumed in run_ranks(layout.world_size, resumed_runs, layout, *given, timeout=120):
         assert whole[0][0] > whole[3][0]
         assert resumed == whole[2:]
+
+
+def projecting_runs(layouts: Sequence[Layout], folder: str, teacher: str, out: str) -> list[list[list[float]]]:
+    """Train with projections on the first layout, resume on the others, and read the checkpoint without projections."""
+    kept, lora = f"{out}/kept.ckpt", LoRA(r=4, target_modules=["q_proj", "down_proj"])
+    options: dict[str, Any] = {"setting": PAIRS, "callbacks": [SaveHFModel(f"{out}/saved")]}
+    pl.seed_everything(1)
+    whole = losses_of_run(layouts[0], folder, teacher, 4, kept=kept, **options)
+    found = [whole[2:]]
+    options["callbacks"] = []
+    found += [losses_of_run(layout, folder, teacher, 4, resumed=kept, **options) for layout in layouts[1:]]
+    # A new run from its weights, with it as the teacher, whose projections stay behind
+    losses_of_run(layouts[0], kept, kept, 1)
+    module = MCoreDistillation.from_pretrained(folder, Distillation("nowhere"), seq_length=LENGTH)
+    trainer = make_trainer(MCoreStrategy(**layouts[1].strategy_arguments), use_distributed_sampler=False)
+    [values] = trainer.validate(module, Data(packed=True), ckpt_path=kept, verbose=False)
+    assert values["val_loss"] > 0
+    adapted = losses_of_run(layouts[0], folder, teacher, 4, kept=f"{out}/lora.ckpt", lora=lora, **options)
+    found += [
+        adapted[2:],
+        losses_of_run(layouts[0], folder, teacher, 4, resumed=f"{out}/lora.ckpt", lora=lora, **options),
+    ]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:MLP requires ffn_hidden_size:DeprecationWarning")  # Megatron, once in a process
+def test_projections_are_in_checkpoints_for_every_layout_and_not_in_exported_models(tmp_path: Path) -> None:
+    folder, out = tiny_folder("qwen2"), str(tmp_path)
+    layouts = [Layout(pp=2), Layout(tp=2, sp=True), Layout(cp=2, distributed_optimizer=True)]
+    for first, *others, adapted, again in run_ranks(
+        2, projecting_runs, layouts, str(folder), teacher_of("qwen2"), out, timeout=240
+    ):
+        for found in others:
+            assert np.array(found) == pytest.approx(np.array(first), abs=LOSS)
+        assert again == adapted
+    names = {name for name, _ in read_tensors(folder)}
+    export_checkpoint(f"{out}/kept.ckpt", f"{out}/exported")
+    assert {name for name, _ in read_tensors(tmp_path / "exported")} == names
+    assert {name for name, _ in read_tensors(tmp_path / "saved")} == names
+    export_checkpoint(f"{out}/lora.ckpt", f"{out}/adapter", adapter=True)
+    assert all(".lora_" in name for name, _ in read_tensors(tmp_path / "adapter"))
 
 
 def adapted_runs(layouts: Sequence[Layout], folder: str, teacher: str) -> list[list[list[float]]]:

@@ -138,8 +138,9 @@ def file_run(
 
 
 def taught_run(student: str, teacher: str, world: int, **strategy: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
-    """Return the parts of a distillation between the models of two folders."""
-    model = {"path": student, "seq_length": LENGTH, "distillation": {"teacher": teacher}}
+    """Return the parts of a distillation between the models of two folders, which matches hidden states too."""
+    setting = {"teacher": teacher, "intermediate_layer_pairs": [[1, 1], [4, 4]]}
+    model = {"path": student, "seq_length": LENGTH, "distillation": setting}
     return file_run(model, world, **strategy)
 
 

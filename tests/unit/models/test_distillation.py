@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mcore import Distillation, MCoreDistillation, MCoreStrategy
+from lightning_mcore.config.distillation import check_layer_pairs, chunks_of_layers
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal.settings import build_of
@@ -30,6 +31,21 @@ SETTINGS: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"teacher": "big", "on_policy": 1.5}, ValueError, "on_policy=1.5"),
     ({"teacher": "big", "on_policy": 0.5, "max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
     ({"teacher": "big", "top_k": 8, "stored": "logits", "on_policy": 0.5}, ValueError, "on_policy=0.5"),
+    ({"teacher": "big", "intermediate_layer_pairs": []}, TypeError, "intermediate_layer_pairs=[]"),
+    ({"teacher": "big", "intermediate_layer_pairs": [[1, 2, 3]]}, TypeError, "intermediate_layer_pairs=[[1, 2, 3]]"),
+    ({"teacher": "big", "intermediate_layer_pairs": {1: 2}}, TypeError, "intermediate_layer_pairs={1: 2}"),
+    (
+        {"teacher": "big", "intermediate_layer_pairs": [[1, 2], [1, 2]]},
+        ValueError,
+        "intermediate_layer_pairs=[[1, 2], [1, 2]]",
+    ),
+    (
+        {"teacher": "big", "intermediate_layer_pairs": [[1, 2]], "top_k": 8, "stored": "logits"},
+        ValueError,
+        "intermediate_layer_pairs=[[1, 2]]",
+    ),
+    ({"teacher": "big", "intermediate_loss": "l1"}, ValueError, "intermediate_loss='l1'"),
+    ({"teacher": "big", "intermediate_weight": 0}, ValueError, "intermediate_weight=0"),
 )
 
 
@@ -91,6 +107,38 @@ def test_a_teacher_that_the_layout_cannot_divide_is_refused() -> None:
         module.check_settings()
 
 
+WRONG_PAIRS: tuple[tuple[list[int], dict[str, Any], str], ...] = (
+    ([5, 2], {}, "layer 5 of the student does not exist; choose 1 to 4"),
+    ([2, 0], {}, "layer 0 of the teacher does not exist; choose 1 to 8"),
+    ([2, 5], {}, "lie on chunks 1 and 2 of the pipeline's 2"),
+    ([3, 6], {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "[3, 6]"),
+)
+
+
+@pytest.mark.parametrize(("pair", "transformer", "said"), WRONG_PAIRS, ids=[str(pair) for pair, *_ in WRONG_PAIRS])
+def test_layers_that_cannot_be_compared_are_refused_by_run_and_plan(
+    pair: list[int], transformer: dict[str, Any], said: str
+) -> None:
+    path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=8)
+    setting: dict[str, Any] = {"teacher": teacher, "intermediate_layer_pairs": [[4, 8], pair]}
+    module = MCoreDistillation.from_pretrained(path, setting, seq_length=32, transformer=transformer)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=MCoreStrategy(pipeline_model_parallel_size=2))
+    module._trainer = trainer
+    trainer.state.fn = TrainerFn.FITTING
+    with refuses(ValueError, said):
+        module.check_settings()
+    asked = settings(path, teacher, pipeline_model_parallel_size=2)
+    asked.model.update(distillation=setting, transformer=transformer)
+    assert said in " ".join(make_plan(asked, 2).errors)
+
+
+def test_a_chunk_without_layers_has_the_final_norm() -> None:
+    assert chunks_of_layers([2, 2, 0]) == [0, 0, 1, 2]
+    assert chunks_of_layers([2, 2, 0], multi_token=True) == [0, 0, 1, 1]
+    with refuses(ValueError, "intermediate_layer_pairs has [4, 3]"):
+        check_layer_pairs([[4, 3]], [2, 2, 0], [2, 2, 0], False, False)
+
+
 def test_there_must_be_a_teacher() -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         _ = student(str(tiny_folder("llama")), "nowhere").teacher
@@ -142,6 +190,32 @@ def test_a_plan_counts_the_activations_and_messages_of_a_teacher() -> None:
     ]
     # The last stage receives and keeps hidden states for the loss, whose chunk has logits and four fp32 copies
     assert kept == [0, 2 * 64 * 128 * 4 + 16 * 64 * (4 + 4 * 4)]
+
+
+@pytest.mark.parametrize("loss", ["mse", "cosine"])
+def test_a_plan_counts_hidden_states_that_are_compared(loss: str) -> None:
+    path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=8, hidden_size=128)
+    layout: dict[str, Any] = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+    asked = [settings(path, teacher, **layout) for _ in range(2)]
+    pairs = {"intermediate_layer_pairs": [[2, 4], [3, 6], [4, 8]], "intermediate_loss": loss}
+    asked[1].model["distillation"].update(pairs)
+    alone, matched = (make_plan(given, 4) for given in asked)
+    assert matched.errors == ()
+    assert alone.batch is not None
+    assert alone.work is not None
+    assert matched.work is not None
+    tokens, width = 64 * alone.batch.num_microbatches, 32 * 128
+    own = [stage.memory for stage in alone.stages]
+    for stage, before, pairs_of_stage in zip(matched.stages, own, (1, 2), strict=True):
+        assert stage.memory.weights - before.weights == pairs_of_stage * width * 4
+        assert stage.memory.optimizer - before.optimizer == pairs_of_stage * width * 8
+    kept = [stage.memory.activations - before.activations for stage, before in zip(matched.stages, own, strict=True)]
+    states = 64 * 128 * 4 * (1 if loss == "mse" else 2)
+    assert kept == [states, 2 * states]
+    more = matched.work.hardware_flops_of_rank[0] - alone.work.hardware_flops_of_rank[0]
+    assert more == 6 * width * tokens  # on both tensor-parallel ranks
+    sent = [{volume.axis: volume.sent for volume in plan.stages[0].traffic} for plan in (alone, matched)]
+    assert sent[1]["pp"] - sent[0]["pp"] == tokens * 4
 
 
 def test_a_plan_counts_no_teacher_whose_logits_are_stored() -> None:
