@@ -29,6 +29,7 @@ import torch
 from fsspec import AbstractFileSystem
 
 from lightning_mcore.checkpoint.files import (
+    check_complete,
     check_size,
     common_state,
     has_checksums,
@@ -196,6 +197,7 @@ def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
 def _verify_torch_dist(fs: AbstractFileSystem, root: str, path: str) -> str:
     """Check the sizes of the tensor files, and the checksums that ``torch.save`` wrote for each piece in them."""
     metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
+    check_complete(path, metadata)
     sizes = least_sizes(metadata)
     for name, size in sizes.items():
         check_size(fs, root, path, name, size, or_more=True)

@@ -41,6 +41,7 @@ from lightning_mcore.checkpoint.manifest import (
     interrupted,
     is_interrupted,
     is_megatron,
+    least_sizes,
     may_be_replaced,
     no_checkpoint,
     place_of_common,
@@ -300,6 +301,13 @@ def require_replaceable(path: str) -> None:
     """Raise ``ValueError`` if ``path`` is a directory that is neither empty nor a checkpoint."""
     if not may_be_replaced(names_in(*open_store(path))):
         raise ValueError(f"{path} is a directory of other files, not a checkpoint; save under another name")
+
+
+def check_complete(path: str, metadata: "Metadata") -> None:
+    """Raise ``ValueError`` if a checkpoint that another program wrote lacks some of its tensor files."""
+    wanted = least_sizes(metadata).keys()
+    if missing := sorted(wanted - names_in(*open_store(path))):
+        raise damaged(path, f"{len(missing)} of its {len(wanted)} tensor files are missing, the first {missing[0]}")
 
 
 def check_size(fs: AbstractFileSystem, root: str, path: str, name: str, size: int, or_more: bool = False) -> None:

@@ -375,10 +375,13 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     def contents_for_all(self, path: _PATH, manifest: dict[str, Any] | None = None) -> Contents:
         """Return the contents as :meth:`read_contents` does, together; collective over the world.
 
-        Only rank 0 looks at all files. Each rank reads ``.metadata`` itself.
+        Only rank 0 looks at all files. Each rank reads ``.metadata`` itself. Errors as in :meth:`load_checkpoint`.
         """
         manifest = run_on_rank0(lambda: _manifest_of(str(path))) if manifest is None else manifest
-        return run_on_all_ranks(lambda: self.read_contents(path, manifest))
+        contents = run_on_all_ranks(lambda: self.read_contents(path, manifest))
+        if not manifest:
+            run_on_rank0(lambda: checkpoint_files.check_complete(str(path), contents.metadata))
+        return contents
 
     def load_shards(
         self,

@@ -5,6 +5,7 @@
 name and place, so what a rank holds is compared with that, bit for bit.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,22 @@ def test_a_folder_of_nemo_is_checked_shown_and_exported(tmp_path: Path) -> None:
     gate_and_up = values("module.decoder.layers.mlp.linear_fc1.weight", (2, 48, 16))
     assert torch.equal(weights["model.layers.1.mlp.up_proj.weight"].float(), gate_and_up[1, 24:])
     assert torch.equal(weights["lm_head.weight"].float(), values("module.output_layer.weight", (32, 16)))
+
+
+def test_a_folder_without_some_tensor_files_says_how_many(tmp_path: Path) -> None:
+    path = tmp_path / "nemo"
+    shutil.copytree(FOLDERS["nemo"], path)
+    for name in ("__2_0.distcp", "__3_0.distcp"):
+        (path / "weights" / name).unlink()
+    found = "weights is damaged: 2 of its 4 tensor files are missing, the first __2_0.distcp"
+    with refuses(ValueError, found):
+        verify(str(path))
+    run_ranks(2, load_incomplete, str(path), found)
+
+
+def load_incomplete(path: str, found: str) -> None:
+    with refuses(ValueError, found):
+        resume(toy.SHARDED, "32-true", path)
 
 
 def test_a_folder_of_nemo_does_not_describe_its_model() -> None:
