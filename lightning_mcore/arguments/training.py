@@ -229,11 +229,11 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.config.preference import Preference
+        from lightning_mcore.models.kinds import kind_of
 
         kinds = {"preference": preference, "embedding": embedding, "reranker": reranker}
         kinds = {name: value for name, value in kinds.items() if value is not None}
-        if len(kinds) > 1:
-            raise ValueError(f"{' and '.join(kinds)} are given, which are two kinds of model; leave one of them out")
+        kind_of(kinds)  # raises for two
         loss = None if preference is None else Preference.of(preference).loss
         # Which metrics exist depends on the loss, so this check could not run earlier.
         more = kinds | {name: value for name, value in {"lora": lora, "adapters": adapters}.items() if value}

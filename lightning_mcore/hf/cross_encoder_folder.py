@@ -6,7 +6,10 @@
 """
 
 import json
+import os
 from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
@@ -36,6 +39,20 @@ def chat_template(reranker: Reranker) -> str:
     }
     pieces = (calls.get(piece, json.dumps(piece, ensure_ascii=False)) for piece in reranker.pieces if piece)
     return _CONTENT + "".join(f"{{{{- {piece} -}}}}" for piece in pieces)
+
+
+def warn_of_template(path: str, reranker: Reranker) -> None:
+    """Warn if a folder's model was trained with another template or instruction; only this package's folders say so."""
+    file = os.path.join(path, TEMPLATE_FILE)
+    if not os.path.isfile(file):
+        return
+    with open(file, encoding="utf-8") as stream:
+        found = stream.read()
+    if found.startswith(_CONTENT) and found != chat_template(reranker):
+        rank_zero_warn(
+            f"{path} was trained with another template or instruction than template={reranker.template!r} and"
+            f" instruction={reranker.instruction!r}; {TEMPLATE_FILE} there has the earlier ones"
+        )
 
 
 def files_of_reranker(reranker: Reranker) -> dict[str, Any]:

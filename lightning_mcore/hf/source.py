@@ -17,7 +17,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -225,13 +225,20 @@ def require_head(path: str, family: str, suffix: str) -> None:
     )
 
 
-def refuse_labels(path: str) -> None:
-    """Raise ValueError for a classifier with several labels; a language model does not count them."""
+def check_scores(path: str, tokens: Sequence[str] | Sequence[int] | None) -> None:
+    """Raise ValueError for a classifier with several labels, or with any if logits of ``tokens`` make the score."""
     if is_own_checkpoint(path):
         return
     config = read_config(local_folder(path, weights=False))
+    if not any("Classification" in name for name in config.get("architectures") or []):
+        return
+    if tokens is not None:
+        raise ValueError(
+            f"{path} is a classifier, which has no logits of tokens={list(tokens)}; leave tokens out of Reranker to"
+            " score with its layer, or give a language model"
+        )
     labels = len(config.get("id2label") or []) or config.get("num_labels", 2)  # transformers does not write two
-    if labels > 1 and any("Classification" in name for name in config.get("architectures") or []):
+    if labels > 1:
         raise ValueError(
             f"{path} is a classifier with num_labels={labels}, and a reranker has one score; give a model with one"
             " label, or a language model"

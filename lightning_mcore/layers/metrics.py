@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -116,6 +117,22 @@ class TokenPerplexity(TokenLoss):
     def compute(self) -> Tensor:
         """Return the perplexity, an fp32 scalar."""
         return self._mean().exp().float()
+
+
+class MeanOfQueries(TokenLoss):
+    """Mean of a measure over the queries that have a relevant document; 0, with a warning, if there is none.
+
+    As torchmetrics' retrieval metrics with ``empty_target_action="skip"``.
+    """
+
+    higher_is_better = True
+
+    def compute(self) -> Tensor:
+        """Return the mean, an fp32 scalar."""
+        if self.tokens > 0:
+            return super().compute()
+        rank_zero_warn("no query has a document with a relevance above 0, so its mrr and ndcg are logged as 0")
+        return torch.zeros_like(self.loss, dtype=torch.float32)
 
 
 class TokenAccuracy(_ExactMetric):

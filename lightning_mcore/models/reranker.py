@@ -22,11 +22,13 @@ from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import faults_of_mean
 from lightning_mcore.data.embedding.texts import check_texts
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
+from lightning_mcore.hf.cross_encoder_folder import warn_of_template
 from lightning_mcore.hf.family import SCORING
-from lightning_mcore.hf.source import refuse_labels, variant_name
+from lightning_mcore.hf.source import check_scores, variant_name
 from lightning_mcore.layers import reranking
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import is_packed
+from lightning_mcore.layers.metrics import MeanOfQueries
 from lightning_mcore.layers.score import ScoreLayer, TokenLogits, last_scores
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models import embedding as vectors
@@ -34,6 +36,8 @@ from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy.strategy import MCoreStrategy
+
+_MEASURES = {"mrr": reranking.reciprocal_rank, "ndcg": reranking.ndcg}
 
 
 @inherit_help(MCoreGPT)
@@ -99,6 +103,9 @@ class MCoreReranker(MCoreGPT):
         del self.hparams["loss_normalization"]  # not an argument of this class
         self.reranker = setting
         self.hparams["reranker"] = setting.plain()
+        for name in _MEASURES:
+            for stage in ("val", "test"):
+                self.metrics[f"{stage}_{name}"] = MeanOfQueries()
         if setting.tokens is None:
             self.hparams["share_embeddings_and_output_weights"] = False
             self._name_family()
@@ -129,10 +136,12 @@ class MCoreReranker(MCoreGPT):
             ValueError: Its family is unknown, its config asks for something that is not supported, it has several
                 labels, or its tokenizer splits one of ``Reranker(tokens=...)``.
         """
-        if Reranker.of(reranker).tokens is None:
-            refuse_labels(path)
+        tokens = Reranker.of(reranker).tokens
+        check_scores(path, tokens)
+        if tokens is None:
             family = variant_name(path, family, SCORING)
-        module = cls._of_pretrained(**passed_on(locals()))
+        module = cls._of_pretrained(**passed_on(locals(), "tokens"))
+        warn_of_template(path, module.reranker)
         if module.reranker.tokens is None:
             module._name_family()
         return module
@@ -228,9 +237,11 @@ class MCoreReranker(MCoreGPT):
             "accuracy": (reranking.is_best_first(scores.detach(), relevance), there),
         }
         if stage != "train" and setting.documents > 1:
-            ranked = there & (relevance > 0).any(1)
-            for name, measure in (("mrr", reranking.reciprocal_rank), ("ndcg", reranking.ndcg)):
-                values[name] = measure(scores.detach(), relevance, setting.top_k), ranked
+            ranked, metrics = there & (relevance > 0).any(1), self.metrics
+            for name, measure in _MEASURES.items():
+                metric: Any = metrics[f"{stage}_{name}"]
+                metric.update(measure(scores.detach(), relevance, setting.top_k), ranked)
+                self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True)
         means = {
             name: torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
             for name, (value, counted) in values.items()

@@ -19,10 +19,10 @@ from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.peft_folder import given_lora
 from lightning_mcore.hf.sentence_folder import check_pooling
-from lightning_mcore.hf.source import absolute, planned_settings, refuse_labels, require_head, sees_images, variant_name
+from lightning_mcore.hf.source import absolute, check_scores, planned_settings, require_head, sees_images, variant_name
 from lightning_mcore.models import embedding as vectors
 from lightning_mcore.models import reranker
-from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.kinds import kind_of
 from lightning_mcore.models.preference import arguments_of_base
 from lightning_mcore.models.stored_logits import looks_complete
 from lightning_mcore.models.vision import MCoreVisionGPT
@@ -41,17 +41,19 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
     """
     if not model:
         raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")
+    own = kind_of(model)
     if "path" not in model:
         return arguments_in_use(model)
     sees = bool(sees_images(model["path"], model.get("family")))
-    kind = MCoreVisionGPT if sees else vectors.MCoreEmbedding if "embedding" in model else MCoreGPT
+    kind = MCoreVisionGPT if sees else own
     given = book.check_arguments(f"argument of {kind.__name__}.from_pretrained", model, of_model(True, sees))
     head = ""
     if "preference" in given and Preference.of(given["preference"]).gives_scores:
         head = SCORING
-    if "reranker" in given and Reranker.of(given["reranker"]).tokens is None:
-        refuse_labels(given["path"])
-        head = SCORING
+    if "reranker" in given:
+        tokens = Reranker.of(given["reranker"]).tokens
+        check_scores(given["path"], tokens)
+        head = SCORING if tokens is None else ""
     if "embedding" in given:
         check_pooling(given["path"], Embedding.of(given["embedding"]).pooling)
         head = HIDDEN

@@ -298,9 +298,9 @@ def test_a_resumed_run_has_the_same_bits_and_ddp_the_same_numbers(
 GRADED = Reranker("ranknet", documents=4, template="{query}:{document}.", top_k=2)
 
 
-def evaluated(base: str, file: str, cache: str, size: int) -> dict[str, float]:
+def evaluated(base: str, file: str, cache: str, size: int, setting: Reranker = GRADED) -> dict[str, float]:
     """Validate; the last batch is repeated on the second of two ranks."""
-    module = MCoreReranker.from_pretrained(base, seq_length=32, reranker=GRADED)
+    module = MCoreReranker.from_pretrained(base, seq_length=32, reranker=setting)
     data = data_of(base, cache, train_files=file, validation_files=file, batch_size=4, eval_batch_size=size)
     [values] = make_trainer({}).validate(module, data, verbose=False)
     return values
@@ -336,6 +336,23 @@ def test_an_evaluation_counts_each_query_once_and_ranks_as_torchmetrics_does(bas
     for rank in run_ranks(2, evaluated, str(scorer), file, str(tmp_path), 3, timeout=120):
         for name, values in wanted.items():
             assert rank[name] == pytest.approx(torch.stack(values).mean().item(), abs=LOSS), name
+
+
+def of_irrelevant(base: str, file: str, cache: str) -> dict[str, float]:
+    return evaluated(base, file, cache, 2, dataclasses.replace(GRADED, loss="binary_cross_entropy"))
+
+
+def test_queries_without_a_relevant_document_are_left_out_as_torchmetrics_skips_them(base: str, tmp_path: Path) -> None:
+    from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG
+
+    for kind in (RetrievalMRR, RetrievalNormalizedDCG):
+        metric = kind(empty_target_action="skip", top_k=2)
+        metric.update(torch.rand(8), torch.zeros(8, dtype=torch.long), torch.arange(8) // 4)
+        assert metric.compute() == 0
+    draw = random.Random(4)
+    rows = [{"query": "a", "documents": [words(draw) for _ in range(4)], "labels": [0, 0, 0, 0]} for _ in range(4)]
+    for rank in run_ranks(2, of_irrelevant, base, write(tmp_path / "a.jsonl", rows), str(tmp_path), timeout=120):
+        assert (rank["val_mrr"], rank["val_ndcg"]) == (0, 0)
 
 
 # ---- folders

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from lightning_mcore.layers.metrics import (
+    MeanOfQueries,
     PackingEfficiency,
     PaddingShare,
     TokenAccuracy,
@@ -54,6 +55,16 @@ def test_every_token_weighs_the_same_however_they_are_batched(metric: type[Token
     for counted in (apart, at_once, means):
         assert counted.compute().item() == pytest.approx(expected, rel=1e-6)
         assert counted.compute().dtype == torch.float32
+
+
+def test_a_mean_of_no_queries_is_zero_and_says_so() -> None:
+    mean = MeanOfQueries()
+    mean.update(torch.tensor([1.0, 0.5, 0.0]), torch.tensor([True, True, False]))
+    assert mean.compute() == 0.75
+    mean.reset()
+    mean.update(torch.ones(2), torch.zeros(2, dtype=torch.bool))
+    with pytest.warns(UserWarning, match="no query has a document with a relevance above 0"):
+        assert mean.compute() == 0
 
 
 def test_without_weights_every_loss_counts_once() -> None:

@@ -98,6 +98,34 @@ def test_a_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
     assert "is a classifier with num_labels=2" in error
 
 
+def test_tokens_are_refused_for_a_classifier_which_has_no_logits(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    with refuses(ValueError, "is a classifier, which has no logits of tokens=[1, 2]"):
+        MCoreReranker.from_pretrained(str(folder), reranker={"tokens": [1, 2]})
+    [error] = make_plan(RunSettings(model={"path": str(folder), "reranker": {"tokens": [1, 2]}}), 1).errors
+    assert "leave tokens out of Reranker" in error
+
+
+def test_a_plan_refuses_two_kinds_of_model(tmp_path: Path) -> None:
+    folder = str(save_tiny("qwen3", tmp_path / "model"))
+    for model in ({"path": folder}, {"vocab_size": 64, "seq_length": 16, "transformer": SIZES}):
+        errors = make_plan(RunSettings(model={**model, "embedding": {}, "reranker": {}}), 1).errors
+        assert any("embedding and reranker are given, which are two kinds of model" in error for error in errors)
+
+
+def test_another_template_than_that_of_the_folder_is_said(tmp_path: Path) -> None:
+    folder, earlier = save_tiny("qwen3", tmp_path / "model"), Reranker(template="Q: {query} D: {document}")
+    (folder / "chat_template.jinja").write_text(chat_template(earlier), encoding="utf-8")
+    MCoreReranker.from_pretrained(str(folder), 16, reranker=earlier)
+    with pytest.warns(UserWarning, match="was trained with another template or instruction than template='plain'"):
+        MCoreReranker.from_pretrained(str(folder), 16)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")  # of a language model
+    MCoreReranker.from_pretrained(str(folder), 16)
+
+
 def test_the_chat_template_of_a_folder_writes_the_default_instruction() -> None:
     setting = Reranker(template='\U0001f4d6 "{instruction}"\n{query}\\{document}', instruction="Find \U0001f50d 'it'")
     messages = [{"role": "query", "content": "why"}, {"role": "document", "content": "so"}]
