@@ -10,6 +10,9 @@
   rows different amounts of work: rows in shuffled order, and dealt out by cost as the data modules do; for prepared
   files and for streams, which each rank packs for itself. Computed, not timed, from the operations of a Llama-3 8B in
   rows of 32,768.
+* **Context parallelism.** What a row costs the ranks that share it, if every document is split over them, and with
+  ``hybrid_context_parallel``: padding, keys and values that a rank sends, and the share of the time that ranks would
+  wait if they met after every row. Computed like the idle share.
 * **Training speed.** Real tokens per second on one CPU rank under ``MCoreStrategy``. One ``Trainer.fit`` trains on one
   group of samples after another, each group in three forms: packed, padded to the longest sample of a batch, and padded
   to the row length. Batches of the three forms alternate, with equally many optimizer steps, so all forms see the same
@@ -31,6 +34,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,17 +45,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.overhead import LEARNING_RATE, REPOSITORY, circumstances, transformer_fields, write_results
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
-from lightning_mcore.data.packing.best_fit import TokenSample, pack_lengths
+from lightning_mcore.data.packing.best_fit import PackingStatistics, TokenSample, pack_lengths
 from lightning_mcore.data.packing.online import OnlinePacker
-from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
+from lightning_mcore.data.packing.rows import HybridPackedDataset, build_row, collate_padded, collate_rows
 from lightning_mcore.data.sampling import even_out
 from tests.support.ranks import run_ranks
 
-PARTS = ("fill", "speed", "idle", "training")
+PARTS = ("fill", "speed", "idle", "context", "training")
 VOCAB_SIZE = 1024
 ROW_LENGTH = 8192  # for the first two parts
 LONG_ROW = 32_768  # for the idle share
-PARAMETERS, LAYERS, WIDTH = 8.03e9, 32, 4096  # of Llama-3 8B
+PARAMETERS, LAYERS, WIDTH, KEYS = 8.03e9, 32, 4096, 1024  # of Llama-3 8B
 LINEAR = 6 * PARAMETERS * LONG_ROW  # operations of a row outside of attention, forward and backward
 WARM_UP = 1  # warm-up rounds
 TRAINING_FORMS = ("packed", "padded to the longest of a batch", "padded to the row")
@@ -226,6 +230,44 @@ def streamed_squares(lengths: np.ndarray, ranks: int) -> np.ndarray:
 def idle_share(work: np.ndarray) -> float:
     """Return the mean share that ranks wait for the slowest; ``work`` [steps, ranks]."""
     return float(1 - (work.mean(1) / work.max(1)).mean())
+
+
+# ---- what context-parallel ranks exchange, and how long they wait for each other
+
+
+def measure_context(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return padding, traffic and waiting for every document split, and for short documents whole."""
+    results = []
+    for name, lengths in distributions(options.fill_samples, LONG_ROW).items():
+        for ranks in options.context_ranks:
+            samples = SimpleNamespace(lengths=lengths, statistics=PackingStatistics())
+            rows = HybridPackedDataset(samples, LONG_ROW, 2 * ranks, ranks)
+            is_split = np.diff(rows._first_parts) == 1
+            # Forward gathers keys and values, backward does so again and then reduces their gradients, in 16 bits.
+            sent = 3 * (ranks - 1) * LONG_ROW // ranks * 2 * KEYS * 2 * LAYERS / 2**30
+            squares = np.add.reduceat(np.square(lengths[rows._rows.order].astype(np.float64)), rows._rows.offsets[:-1])
+            work = work_of_parts(squares[is_split.sum() :].reshape(-1, ranks), ranks)
+            split_work = work_of_parts(squares[: is_split.sum()] / ranks, ranks).sum() * ranks
+            unsorted = np.random.default_rng(2).permutation(work.flatten()).reshape(-1, ranks)
+            found = {"lengths": name, "ranks": ranks, "split_rows": float(is_split.mean()), "sent_before": sent}
+            found |= {"sent": sent * float(is_split.mean())}
+            found |= {"padding_before": padding_of(lengths, 2 * ranks), "padding": samples.statistics.padding_share}
+            for kind, of_rows in (("idle_of_any_parts", unsorted), ("idle", work)):
+                longest = of_rows.max(1).sum() * ranks + split_work
+                found[kind] = float(1 - (of_rows.sum() + split_work) / longest)
+            results.append(found)
+            print(found, flush=True)
+    return results
+
+
+def work_of_parts(squares: np.ndarray, ranks: int) -> np.ndarray:
+    """Return the operations of one rank from the sum of the squared lengths in its part of a row."""
+    return work_of(squares * ranks) / ranks
+
+
+def padding_of(lengths: np.ndarray, multiple: int) -> float:
+    """Return the share of positions that hold padding if each document is padded to a multiple."""
+    return float(1 - lengths.sum() / (len(pack_lengths(lengths, LONG_ROW, multiple)) * LONG_ROW))
 
 
 # ---- how much faster training is
@@ -403,6 +445,22 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
             for row in results["idle"]
         ]
         lines.append("")
+    if "context" in results:
+        lines += [
+            "One row of 32,768 tokens on the ranks that share it, Llama-3 8B (computed): every document split, and "
+            "short documents whole (`hybrid_context_parallel`):",
+            "",
+            "| lengths | ranks | rows that are split | GiB a rank sends for a row: all split | hybrid | "
+            "padding: all split | hybrid | waiting: parts in any order | parts of like cost |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['lengths']} | {row['ranks']} | {row['split_rows']:.1%} | {row['sent_before']:.2f} | "
+            f"{row['sent']:.2f} | {row['padding_before']:.2%} | {row['padding']:.2%} | "
+            f"{row['idle_of_any_parts']:.1%} | {row['idle']:.1%} |"
+            for row in results["context"]
+        ]
+        lines.append("")
     if "training" in results:
         lines += [
             "Training on one CPU rank, real tokens, medians of rounds on the same samples:",
@@ -426,6 +484,7 @@ def main() -> None:
     parser.add_argument("--open-rows", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--idle-ranks", type=int, nargs="+", default=[8, 64], help="data-parallel ranks")
     parser.add_argument("--idle-rows", type=int, nargs="+", default=[1, 4, 16], help="rows of a rank in a step")
+    parser.add_argument("--context-ranks", type=int, nargs="+", default=[2, 4, 8], help="context-parallel ranks")
     parser.add_argument("--speed-samples", type=int, default=1_000_000)
     parser.add_argument("--speed-rounds", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=12, help="groups of samples to train on that count")
@@ -438,7 +497,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     facts = circumstances(options)
-    measures = {"fill": measure_fill, "speed": measure_speed, "idle": measure_idle, "training": measure_training}
+    measures = {
+        "fill": measure_fill,
+        "speed": measure_speed,
+        "idle": measure_idle,
+        "context": measure_context,
+        "training": measure_training,
+    }
     results = {part: measures[part](options) for part in PARTS if part in options.parts}
     name = "-".join(["packing", *(part for part in PARTS if part in options.parts and len(results) < len(PARTS))])
     write_results(options.output, name, "What packing gives", facts, results, table(results))

@@ -96,12 +96,19 @@ def panel(
         flat: Whether the bars are horizontal.
     """
     thickness = 0.8 / len(series)
+    largest = max(value for bars in series for value in bars.values)
     for number, bars in enumerate(series):
         places = [group + (number - (len(series) - 1) / 2) * thickness for group in range(len(labels))]
         draw = axes.barh if flat else axes.bar
         drawn = draw(places, bars.values, thickness * 0.92, color=bars.color, label=bars.name or None)
         numbers = [format(value, form) for value in bars.values]
-        axes.bar_label(drawn, numbers, label_type="center", color="white", fontsize=8)
+        is_short = [value < 0.08 * largest for value in bars.values]  # has no room for its number
+        inside, outside = (
+            [number * (short == wanted) for number, short in zip(numbers, is_short, strict=True)]
+            for wanted in (False, True)
+        )
+        axes.bar_label(drawn, inside, label_type="center", color="white", fontsize=8)
+        axes.bar_label(drawn, outside, padding=2, fontsize=8)
         for place, values in zip(places, bars.single, strict=False):
             axes.plot([place] * len(values), values, ".", color="#1a1a2e", markersize=2.5, alpha=0.45)
     ticks = (axes.set_yticks, axes.set_xticks)[not flat]
@@ -160,6 +167,24 @@ def packing(gpu: dict[str, Any], cpu: dict[str, Any]) -> Figure:
     for axes, title, speeds in ((left, f"1.6B on {about(gpu)}", on_gpu), (right, f"2 layers on {about(cpu)}", on_cpu)):
         names = [PADDED.get(name, name) for name in speeds]
         panel(axes, title, names, [Bars("", list(speeds.values()))], "tokens/s", ",.0f")
+    return figure
+
+
+def context(results: dict[str, Any]) -> Figure:
+    """Draw what four context-parallel ranks send and pad with every document split, and with short ones whole."""
+    figure = Figure(figsize=(7.2, 3.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows = [row for row in results["results"]["context"] if row["ranks"] == 4]
+    lengths = [row["lengths"] for row in rows]
+    for axes, title, name, scale, unit in (
+        (left, "sent by a rank for a row", "sent", 1, "GiB"),
+        (right, "padding", "padding", 100, "% of positions"),
+    ):
+        series = [
+            Bars("hybrid_context_parallel", [scale * row[name] for row in rows], OURS),
+            Bars("every document split", [scale * row[f"{name}_before"] for row in rows], OTHER),
+        ]
+        panel(axes, title, lengths, series, unit, ".2f")
     return figure
 
 
@@ -243,6 +268,7 @@ def distillation(results: dict[str, Any]) -> Figure:
 FIGURES = {
     "overhead": (overhead, ("gpu-overhead-1b", "overhead")),
     "packing": (packing, ("gpu-packing-1b", "packing")),
+    "context": (context, ("packing-context",)),
     "memory": (memory, ("gpu-recipes-1b",)),
     "recipes": (recipes, ("gpu-recipes-1b",)),
     "peers": (peers, ("peers_20m", "peers_120m")),

@@ -33,7 +33,7 @@ _NOT_YET = {
 def given_layout(arguments: Any) -> dict[str, Any]:
     """Return the arguments of ``ParallelLayout`` that are not None."""
     names = (field.name for field in dataclasses.fields(ParallelLayout))
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
 def interleaving_of(arguments: Any) -> int | None:

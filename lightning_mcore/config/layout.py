@@ -136,6 +136,7 @@ class ParallelLayout:
         expert_tensor_parallel_size: Number of ranks across which each expert's matrices are split; None for
             ``tensor_model_parallel_size``.
         sequence_parallel: Whether norms and dropout split the sequence over the tensor-parallel ranks.
+        hybrid_context_parallel: Whether packed documents may stay whole on one context-parallel rank.
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or the layout is neither a string nor lists of strings.
@@ -158,6 +159,7 @@ class ParallelLayout:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     sequence_parallel: bool = False
+    hybrid_context_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Check the values that depend on neither world nor model."""
@@ -167,6 +169,7 @@ class ParallelLayout:
             if field.type is int or (field.type == (int | None) and value is not None):
                 require_size(field.name, value)
         require_flag("sequence_parallel", self.sequence_parallel)
+        require_flag("hybrid_context_parallel", self.hybrid_context_parallel)
         self._check_combinations()
         if self.pipeline_model_parallel_layout is not None:
             pp, vp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
@@ -188,6 +191,11 @@ class ParallelLayout:
             raise ValueError(
                 "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1;"
                 " set sequence_parallel=False or raise the tensor size"
+            )
+        if self.hybrid_context_parallel and self.context_parallel_size == 1:
+            raise ValueError(
+                "hybrid_context_parallel=True needs context_parallel_size of 2 or more, but it is 1;"
+                " set hybrid_context_parallel=False or raise the context size"
             )
         if self.expert_model_parallel_size > 1:
             _check_moe_sequence_parallel(self, f"expert_model_parallel_size={self.expert_model_parallel_size}")
@@ -350,6 +358,7 @@ class ParallelLayout:
         }
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         parts += ["sequence parallel"] if self.sequence_parallel else []
+        parts += ["hybrid context parallel"] if self.hybrid_context_parallel else []
         return ", ".join(parts) or "not split"
 
     def describe(self, world_size: int) -> str:

@@ -239,6 +239,11 @@ class HFModel(nn.Module):
         host = builder._host()
         if host is not None:
             host.layout.validate_model(builder.model_shape())
+            if host.layout.hybrid_context_parallel:
+                raise ValueError(
+                    "hybrid_context_parallel=True is for packed rows, and hf_model() pads its rows; set"
+                    " hybrid_context_parallel=False, or take MCoreGPT.from_pretrained(path)"
+                )
         builder.check_settings()
         with _fp32_by_default():  # Lightning may have set another default dtype
             builder.configure_model()

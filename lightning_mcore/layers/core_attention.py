@@ -166,7 +166,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             if not self.cache.is_prompt:
                 return self._attend_next(query, key, value, self.cache)
             self.cache.keep(self, key, value)
-        rank, size = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
+        group = None if boundaries is not None and boundaries.is_whole else self.cp_group
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
         if boundaries is None:
             offsets: tuple[int, ...] = (0, key.size(0) * size)
             runs = sequence_runs(query.size(0), offsets[-1], rank, size)
@@ -191,9 +192,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             return context.permute(2, 0, 1, 3)
 
         with self._dropout_state(softmax.dropout):
-            if self.cp_group is None:
+            if group is None:
                 return over(query, key, value).flatten(2)
-            return over_whole_sequences(query, key, value, over, offsets, self.cp_group).flatten(2)
+            return over_whole_sequences(query, key, value, over, offsets, group).flatten(2)
 
     def _attend_next(self, query: Tensor, key: Tensor, value: Tensor, cache: "TokenCache") -> Tensor:
         """Compute attention of the next token of each row, [1, b, h / tp, d], to all tokens."""
@@ -266,7 +267,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
                 "packed_seq_params has its own context-parallel group, but the torch backend uses one group for all "
                 "batches; leave out cp_group and local_cp_size"
             )
-        size = 1 if self.cp_group is None else self.cp_group.size()
+        size = 1 if self.cp_group is None or boundaries.is_whole else self.cp_group.size()
         if query.size(0) * size != boundaries.offsets[-1]:
             raise ValueError(
                 f"packed sequences of {boundaries.offsets[-1]} tokens, padding included, do not make up a row of "

@@ -28,7 +28,7 @@ from lightning_mcore.layers.packed_sequences import (
     packed_sequences,
     split_packed_rows,
 )
-from lightning_mcore.parallel.context import sequence_of_tokens, split_for_context_parallel
+from lightning_mcore.parallel.context import sequence_at, split_for_context_parallel
 
 # Not counted in tokens, even where the second dimension happens to equal s.
 _OF_SEQUENCES = (*OF_ROWS, "sample_ids", "source_ids", "reference_logps", "desirable")
@@ -51,8 +51,8 @@ class ModelInputs:
     sources: Tensor | None  # each token's source; None if the batch does not name sources
 
     @classmethod
-    def of(cls, batch: dict[str, Tensor], cp_rank: int = 0, cp_size: int = 1) -> "ModelInputs":
-        """Read a batch that has been split for this context-parallel rank.
+    def of(cls, batch: dict[str, Tensor], cp_rank: int = 0, cp_size: int = 1, hybrid: bool = False) -> "ModelInputs":
+        """Read a batch that has been split for this context-parallel rank, perhaps with ``hybrid_context_parallel``.
 
         Raises ValueError if packed boundaries contradict each other or the batch's length, or if the ranks cannot share
         a sub-sequence.
@@ -65,7 +65,7 @@ class ModelInputs:
             loss_mask = counts if loss_mask is None else loss_mask * counts
             labels = labels.masked_fill(ignored, 0)
         if is_packed(batch):
-            return cls._packed(batch, labels, loss_mask, cp_rank, cp_size)
+            return cls._packed(batch, labels, loss_mask, cp_rank, cp_size, hybrid)
         places = split_for_context_parallel(_arange(tokens, tokens.size(1) * cp_size), cp_rank, cp_size)
         samples = torch.arange(tokens.size(0), device=tokens.device)[:, None].expand_as(tokens)
         padding = places >= batch["lengths"][:, None] if "lengths" in batch else None
@@ -75,7 +75,13 @@ class ModelInputs:
 
     @classmethod
     def _packed(
-        cls, batch: dict[str, Tensor], labels: Tensor | None, loss_mask: Tensor | None, cp_rank: int, cp_size: int
+        cls,
+        batch: dict[str, Tensor],
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        cp_rank: int,
+        cp_size: int,
+        hybrid: bool,
     ) -> "ModelInputs":
         # Two sequences of 3 and 2 tokens, each padded to 4: cu_seqlens 0 3 5, cu_seqlens_padded 0 4 8.
         #     index (sample)   0 0 0 0 1 1 1 1
@@ -85,9 +91,10 @@ class ModelInputs:
         real, padded = batch["cu_seqlens"], batch["cu_seqlens_padded"]
         tokens = batch["tokens"]
         rows, row_length = tokens.size(0), tokens.size(1) * cp_size
-        packed = packed_sequences(real, padded, row_length, cp_size)
-        index = sequence_of_tokens(padded, row_length, cp_size)
-        place = split_packed_rows(_arange(tokens, row_length), padded, cp_rank, cp_size) - padded.gather(1, index)
+        packed = packed_sequences(real, padded, row_length, cp_size, cp_rank if hybrid else None)
+        position = split_packed_rows(_arange(tokens, row_length), padded, cp_rank, cp_size, hybrid)
+        index = sequence_at(padded, position)
+        place = position - padded.gather(1, index)
         num_sequences = real.size(1) - 1
         row = torch.arange(rows, device=tokens.device)[:, None]
         samples = (row * num_sequences + index).reshape(1, -1)
@@ -156,9 +163,10 @@ def num_tokens(batch: dict[str, Tensor]) -> int | Tensor:
     return batch["lengths"].sum() if "lengths" in batch else batch["tokens"].numel()
 
 
-def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int, hybrid: bool = False) -> dict[str, Tensor]:
     """Return a context-parallel rank's share of a packed batch: two slices of each sub-sequence, [b, s / size].
 
+    If ``hybrid``, it is this rank's part of whole rows.
     Tensors without an entry for each token, such as the boundaries, are unchanged. Raises ValueError if the rows do not
     divide into ``2 * size`` slices.
     """
@@ -170,7 +178,7 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[s
         )
     whole, padded = batch["tokens"].shape, batch["cu_seqlens_padded"]
     return {
-        name: split_packed_rows(value, padded, rank, size) if _is_of_tokens(name, value, whole) else value
+        name: split_packed_rows(value, padded, rank, size, hybrid) if _is_of_tokens(name, value, whole) else value
         for name, value in batch.items()
     }
 

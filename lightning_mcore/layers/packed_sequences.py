@@ -14,7 +14,7 @@ Source: ``PackedSeqParams`` (megatron.core.packed_seq_params, 0.16.1 and 0.19.2)
 ``cu_seqlens_q_padded``: sequence ``i`` starts at ``padded[i]``, and its first ``cu[i + 1] - cu[i]`` tokens are real.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from lightning_mcore.layers.host_values import known_values
-from lightning_mcore.parallel.context import check_packed_offsets, packed_positions
+from lightning_mcore.parallel.context import are_whole, check_packed_offsets, packed_positions
 
 _BOUNDARIES = "_boundaries_on_the_host"
 OF_ROWS = ("cu_seqlens", "cu_seqlens_padded")
@@ -36,6 +36,7 @@ class Boundaries:
 
     offsets: tuple[int, ...]  # where the sequences begin, padding included, and where the last one ends: n + 1
     lengths: tuple[int, ...]  # real tokens
+    is_whole: bool = False  # whether context-parallel ranks have different sequences, which none of them shares
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
@@ -64,9 +65,15 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
 
 
 def packed_sequences(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, row_length: int, context_parallel_size: int = 1
+    cu_seqlens: Tensor,
+    cu_seqlens_padded: Tensor,
+    row_length: int,
+    context_parallel_size: int = 1,
+    own_part: int | None = None,
 ) -> PackedSequences:
     """Describe a packed batch's sequences to Megatron's layers, its rows joined into one.
+
+    ``own_part`` is this rank's, with ``hybrid_context_parallel``: of whole rows, the sequences in it are described.
 
     Both boundaries are [b, n + 1]; a row with fewer sequences repeats its last values. The result has int32 tensors on
     the host and leaves out empty sequences. Raises ValueError if the two do not fit together or do not fill the rows,
@@ -85,21 +92,25 @@ def packed_sequences(
         real_rows, padded_rows = torch.stack((cu_seqlens, cu_seqlens_padded)).tolist()
     else:
         real_rows, padded_rows = known_real.tolist(), known_padded.tolist()
+    is_whole = own_part is not None and are_whole(padded_rows, row_length, context_parallel_size)
+    own = range(row_length)
+    if own_part is not None and is_whole:
+        own = own[own_part * row_length // context_parallel_size :][: row_length // context_parallel_size]
     offsets, lengths = [0], []
     for row, (real, padded) in enumerate(zip(real_rows, padded_rows, strict=True)):
-        _check_row(row, real, padded, row_length, context_parallel_size)
+        _check_row(row, real, padded, row_length, 1 if is_whole else context_parallel_size)
         for index, end in enumerate(padded[1:]):
-            if end > padded[index]:
-                offsets.append(row * row_length + end)
+            if end > padded[index] and padded[index] in own:
+                offsets.append(row * len(own) + end - own.start)
                 lengths.append(real[index + 1] - real[index])
-    return _described(Boundaries(tuple(offsets), tuple(lengths)), torch.device("cpu"))
+    return _described(Boundaries(tuple(offsets), tuple(lengths), is_whole), torch.device("cpu"))
 
 
 def all_real(params: PackedSeqParams) -> PackedSequences:
     """Return a description in which padding counts as real tokens, for code that reads only ``cu_seqlens_q``."""
     boundaries = boundaries_of(params)
     tensor = params.cu_seqlens_q if params.cu_seqlens_q is not None else params.cu_seqlens_q_padded
-    return _described(Boundaries(boundaries.offsets, boundaries.padded_lengths), tensor.device)
+    return _described(replace(boundaries, lengths=boundaries.padded_lengths), tensor.device)
 
 
 def boundaries_of(params: PackedSeqParams) -> Boundaries:
@@ -118,15 +129,16 @@ def boundaries_of(params: PackedSeqParams) -> Boundaries:
     return known
 
 
-def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size: int) -> Tensor:
+def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size: int, hybrid: bool = False) -> Tensor:
     """Return the slices of each packed sequence that a context-parallel rank holds: [b, s, ...] to [b, s / size, ...].
 
+    If ``hybrid``, it is this rank's part of whole rows.
     Reads nothing from the device, so it does not notice wrong boundaries; :func:`packed_sequences` does, later.
     """
     if size == 1:
         return tensor
     # Clamped, because wrong boundaries would otherwise be an assertion in a CUDA kernel.
-    positions = packed_positions(cu_seqlens_padded, tensor.size(1), rank, size).clamp(0, tensor.size(1) - 1)
+    positions = packed_positions(cu_seqlens_padded, tensor.size(1), rank, size, hybrid).clamp(0, tensor.size(1) - 1)
     index = positions.view(*positions.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
     return tensor.gather(1, index)
 

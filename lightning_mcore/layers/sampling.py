@@ -69,16 +69,19 @@ def logits_at(
     return slices.transpose(0, 1).flatten(1)[:, :vocab_size]
 
 
-def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padded: Tensor | None = None) -> Tensor:
+def gather_sequence(
+    shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padded: Tensor | None = None, hybrid: bool = False
+) -> Tensor:
     """Return whole sequences in order, [b, s], from the context-parallel ranks' shares, [b, s / cp]; collective.
 
-    ``cu_seqlens_padded`` says where packed rows' sub-sequences begin; None for dense rows.
+    ``cu_seqlens_padded`` says where packed rows' sub-sequences begin; None for dense rows. ``hybrid`` is the layout's
+    ``hybrid_context_parallel``.
     """
     gathered = list(_gather(shares, cp_group))
     if cu_seqlens_padded is None or cp_group.size() == 1:
         return unsplit_from_context_parallel(gathered)
     size = cp_group.size()
-    places = [packed_positions(cu_seqlens_padded, shares.size(1) * size, rank, size) for rank in range(size)]
+    places = [packed_positions(cu_seqlens_padded, shares.size(1) * size, rank, size, hybrid) for rank in range(size)]
     joined = torch.cat(gathered, dim=1)
     return torch.empty_like(joined).scatter_(1, torch.cat(places, dim=1), joined)
 

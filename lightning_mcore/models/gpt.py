@@ -72,6 +72,7 @@ from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_bloc
 from lightning_mcore.layers.token_cache import TokenCache
 from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
 from lightning_mcore.layers.variants import change_ends
+from lightning_mcore.layers.whole_documents import check_hybrid
 from lightning_mcore.models import generation
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.speed import SpeedLogs
@@ -317,6 +318,9 @@ class MCoreGPT(SpeedLogs):
         learned_positions = self.hparams["position_embedding_type"] == "learned_absolute"
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"], learned_positions)
         check_normalization(self.loss_normalization, config)
+        if self._hybrid:
+            others = ("preference", "embedding", "reranker", "distillation", "vision")
+            check_hybrid(config, type(self).__name__ if any(hasattr(self, name) for name in others) else None)
         if self.lora is not None:
             names = projection_names(*self.hf_names())
             self.lora.check_targets(names, strict=self._adapter is None)
@@ -583,7 +587,8 @@ class MCoreGPT(SpeedLogs):
             logits, _ = self.token_logits(batch)
             best = sampling.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
         best = best.view(len(batch["tokens"]), -1)  # packed rows were joined into one
-        return sampling.gather_sequence(best, process_group("cp"), batch.get("cu_seqlens_padded"))
+        boundaries, hybrid = batch.get("cu_seqlens_padded"), self._hybrid
+        return sampling.gather_sequence(best, process_group("cp"), boundaries, hybrid)
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits after position ``batch["last"]`` of each sequence, [b, vocab_size] fp32."""

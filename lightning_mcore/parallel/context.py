@@ -7,6 +7,9 @@ slices ``r`` and ``2 * size - 1 - r``: one cheap, one expensive, the same work f
 like a separate one, so every rank has the same work whatever the lengths, and the boundaries on a rank are the row's,
 divided by ``size``.
 
+A packed row may also be *whole*: each rank's part of it, ``length / size`` neighbouring tokens, begins with a document.
+With ``hybrid_context_parallel``, the ranks of such a row keep their parts, and attention needs no exchange.
+
 ``MCoreModule.shard_context`` cuts the batch this way before the step, Megatron cuts rotary embeddings, and
 ``layers/core_attention.py`` puts keys and values back in order. Nothing here communicates.
 
@@ -71,11 +74,11 @@ def slices_of_rank(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tensor:
+def packed_positions(offsets: Tensor, length: int, rank: int, size: int, hybrid: bool = False) -> Tensor:
     """Return the positions of a rank's tokens in their row, [..., length / size]; no value leaves the device.
 
     ``offsets`` is [..., n + 1], where each row's sequences begin, padding included, up to ``length``. Equal neighbours
-    mean an empty sequence.
+    mean an empty sequence. If ``hybrid`` and all rows are whole, each rank has its part.
     """
     # `within` counts a rank's tokens of the sequence: in the second half one slice more, hence late - 1.
     index = sequence_of_tokens(offsets, length, size)
@@ -83,13 +86,32 @@ def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tens
     slices = (offsets.long().gather(-1, index + 1) - starts) // (2 * size)
     within = torch.arange(length // size, device=offsets.device) - starts // size
     early, late = slices_of_rank(rank, size)
-    return starts + within + torch.where(within < slices, early * slices, (late - 1) * slices)
+    positions = starts + within + torch.where(within < slices, early * slices, (late - 1) * slices)
+    if not hybrid or size == 1:
+        return positions
+    # A row of 8 with documents of 3, 1 and 4 tokens on two ranks: one begins at 4, so rank 0 has 0 1 2 3.
+    part = length // size
+    edges = torch.arange(part, length, part, device=offsets.device)
+    is_whole = (offsets[..., None, :] == edges[:, None]).any(-1).all()
+    return torch.where(is_whole, torch.arange(rank * part, (rank + 1) * part, device=offsets.device), positions)
+
+
+def are_whole(rows: Sequence[Sequence[int]], length: int, size: int) -> bool:
+    """Return whether all rows with these boundaries are whole, as :func:`packed_positions` finds out on the device."""
+    edges = range(length // size, length, length // size)
+    return all(set(edges) <= set(offsets) for offsets in rows)
 
 
 def packed_order(offsets: Tensor, length: int, size: int) -> Tensor:
     """Return the index of each token of a row in the joined shares of all ranks, [length]."""
     positions = torch.cat([packed_positions(offsets, length, rank, size) for rank in range(size)])
     return torch.empty_like(positions).scatter_(0, positions, torch.arange(length, device=offsets.device))
+
+
+def sequence_at(offsets: Tensor, positions: Tensor) -> Tensor:
+    """Return the packed sequence at each position of its row, both [..., t]."""
+    found = torch.searchsorted(offsets[..., 1:].long().contiguous(), positions.contiguous(), right=True)
+    return found.clamp(max=offsets.size(-1) - 2)  # wrong boundaries raise later
 
 
 def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:

@@ -85,9 +85,10 @@ def _volumes(layout: ParallelLayout, world_size: int, formats: Formats) -> dict[
     gradients = "gradients reduce-scatter, parameters all-gather"
     gradients = gradients if formats.distributed or formats.sharding else "gradients all-reduce"
     gradients += ", parameters broadcast" if formats.layer_wise else ""
+    of_split = ", if every row is split" if layout.hybrid_context_parallel else ""
     rows = [
         AxisVolume("tp", tp, 1, f"{layers} of activations", True),
-        AxisVolume("cp", cp, tp, "keys and values, and their gradients", True),
+        AxisVolume("cp", cp, tp, f"keys and values, and their gradients{of_split}", True),
         AxisVolume("ep", ep, etp, "tokens to experts and back", True),
         AxisVolume("etp", etp, 1, "all-gather and reduce-scatter of experts' tokens", True),
         AxisVolume("pp", pp, world_size // pp, "activations forward, gradients back", True),

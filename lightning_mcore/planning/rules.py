@@ -39,6 +39,7 @@ from lightning_mcore.config.value_checks import accepts, choices_of, require_siz
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, field_faults
+from lightning_mcore.layers.whole_documents import check_hybrid
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import check_parts
 from lightning_mcore.optimizer import rules as optimizer_rules
@@ -305,6 +306,8 @@ def check_in_megatron(
     chunk_size = rules.strategy.get("loss_chunk_size", "auto")
     book.attempt(check_chunked_loss, chunk_size, config.defer_embedding_wgrad_compute)
     book.attempt(check_multi_token, config, bool(tied), positions == "learned_absolute")
+    if rules.layout is not None and rules.layout.hybrid_context_parallel:
+        book.attempt(check_hybrid, config)
     book.attempt(model_rules.check_normalization, settings["loss_normalization"], config)
     book.attempt(model_rules.check_average_in_collective, rules.resolved("average_in_collective"), config)
     if device_type == "cpu" and not HAVE_TE:

@@ -32,7 +32,7 @@ _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_al
 
 
 class MadeUpRows(Dataset[dict[str, Tensor]]):
-    """Rows of zeros in the form of the run's data: sequences packed four to a row, or texts to compare."""
+    """Rows of zeros in the form of the run's data: sequences packed into rows of equal ones, or texts to compare."""
 
     def __init__(
         self,
@@ -42,11 +42,12 @@ class MadeUpRows(Dataset[dict[str, Tensor]]):
         preference: Preference | None = None,
         reference: bool = False,
         embedding: Embedding | Reranker | None = None,
+        sequences: int = 4,
     ) -> None:
         positions = torch.arange(length)
         self.rows = rows
         self.row = {"tokens": positions * 0, "labels": positions * 0, "lengths": torch.tensor(length)}
-        sequences = 4 if embedding is None else 2 * embedding.texts
+        sequences = sequences if embedding is None else 2 * embedding.texts
         if packed:
             boundaries = torch.arange(sequences + 1) * length // sequences
             self.row |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), boundaries)
@@ -168,7 +169,9 @@ def _build(
     if "reranker" in model:
         embedding = Reranker.of(model["reranker"])
     packed = bool(settings.data.get("packing"))
-    data = MadeUpRows(rows * accumulated * STEPS, length, packed, preference, in_data, embedding)
+    # A row of one sequence is split, and attention then gathers its keys: the most memory that a row may need.
+    sequences = 1 if trainer.strategy.layout.hybrid_context_parallel else 4  # type: ignore[attr-defined]
+    data = MadeUpRows(rows * accumulated * STEPS, length, packed, preference, in_data, embedding, sequences)
     loader = DataLoader(data, batch_size=rows)
     if model.get("distillation") is not None:
         student = MCoreDistillation(**arguments)

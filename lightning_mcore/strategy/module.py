@@ -36,6 +36,7 @@ from lightning_mcore.layers.inputs import (
 )
 from lightning_mcore.layers.losses import sample_mean, token_mean
 from lightning_mcore.layers.session import SingleModelSession, single_process
+from lightning_mcore.layers.whole_documents import check_hybrid, keep_documents_whole
 from lightning_mcore.parallel.context import split_for_context_parallel
 from lightning_mcore.parallel.fully_sharded import is_fully_sharded
 from lightning_mcore.parallel.groups import (
@@ -105,6 +106,10 @@ class MCoreModule(pl.LightningModule):
             return built
         with random_state_of_build():
             pipeline = self._build(factory, layout, whole=host is None)
+        if layout.hybrid_context_parallel:
+            for chunk in pipeline.chunks:
+                check_hybrid(chunk.config)
+                keep_documents_whole(chunk)
         keep_groups_for(pipeline)
         object.__setattr__(self, "_built_pipeline", pipeline)  # the user's attribute registers it as a submodule
         return pipeline
@@ -240,7 +245,8 @@ class MCoreModule(pl.LightningModule):
 
         Every tensor with at least two dimensions is cut along dimension 1 in TransformerEngine's zigzag order: of 8
         tokens, rank 0 of 2 gets tokens 0, 1, 6 and 7, rank 1 gets tokens 2 to 5. In a packed batch, tensors with a
-        value for each token are cut this way within each sub-sequence. Override this method if a tensor of your batch
+        value for each token are cut this way within each sub-sequence; with ``hybrid_context_parallel``, a row whose
+        sub-sequences allow it is cut into neighbouring tokens instead. Override this method if a tensor of your batch
         does not have the sequence in dimension 1.
 
         Args:
@@ -251,7 +257,7 @@ class MCoreModule(pl.LightningModule):
         """
         group = process_group("cp")
         if is_packed(batch):
-            return split_packed_batch(batch, group.rank(), group.size())
+            return split_packed_batch(batch, group.rank(), group.size(), self._hybrid)
 
         def shard(tensor: Tensor) -> Tensor:
             return split_for_context_parallel(tensor, group.rank(), group.size()) if tensor.dim() > 1 else tensor
@@ -346,6 +352,11 @@ class MCoreModule(pl.LightningModule):
             found.append(chunk.compute_language_model_loss(inputs.labels[:, start : start + group], turned))
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
+    @property
+    def _hybrid(self) -> bool:
+        host = self._host()
+        return host is not None and host.layout.hybrid_context_parallel
+
     def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:
         """Return the model's inputs for a batch, or for this context-parallel rank's share of one.
 
@@ -353,7 +364,7 @@ class MCoreModule(pl.LightningModule):
             batch: As in :meth:`forward_step`, [b, s] or [b, s / cp]; token ids are int64.
         """
         group = process_group("cp") if self._host() is not None else None
-        return ModelInputs.of(batch) if group is None else ModelInputs.of(batch, group.rank(), group.size())
+        return ModelInputs.of(batch, *(() if group is None else (group.rank(), group.size(), self._hybrid)))
 
     def normalized_loss(self, losses: Tensor, inputs: ModelInputs, normalization: LossNormalization = "tokens") -> Any:
         """Return the result of :meth:`forward_step` for token losses that you have computed or changed yourself.

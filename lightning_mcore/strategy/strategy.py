@@ -120,6 +120,8 @@ class MCoreStrategy(DDPStrategy):
         expert_tensor_parallel_size: Number of ranks across which each expert's matrices are split; None for the
             tensor-parallel size.
         sequence_parallel: Split the activations between matrix multiplications across the tensor-parallel ranks.
+        hybrid_context_parallel: Let packed documents of up to ``seq_length / context_parallel_size`` tokens stay whole
+            on one context-parallel rank, and split only rows with longer ones. Microbatches then have one row.
         use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks; None for the value in
             ``ddp_config``, False by default.
         use_layer_wise_distributed_optimizer: Shard the state of any torch optimizer, such as ``MuonWithAdamW``, by
@@ -187,6 +189,7 @@ class MCoreStrategy(DDPStrategy):
         expert_model_parallel_size: int = 1,
         expert_tensor_parallel_size: int | None = None,
         sequence_parallel: bool = False,
+        hybrid_context_parallel: bool = False,
         use_distributed_optimizer: bool | None = None,
         use_layer_wise_distributed_optimizer: bool = False,
         data_parallel_sharding: str | None = None,
@@ -226,6 +229,7 @@ class MCoreStrategy(DDPStrategy):
             expert_model_parallel_size=expert_model_parallel_size,
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
+            hybrid_context_parallel=hybrid_context_parallel,
         )
         kinds = (use_layer_wise_distributed_optimizer, data_parallel_sharding)
         self.gradients = GradientSettings(
@@ -708,6 +712,7 @@ class MCoreStrategy(DDPStrategy):
         layout = self.layout
         return {
             **vars(layout),
+            "hybrid_context_parallel": False,  # Megatron's schedule for it takes the batches of Megatron-LM's loader
             "overlap_p2p_comm": self.overlap_p2p_comm,
             "microbatch_group_size_per_vp_stage": self.microbatch_group_size or layout.pipeline_model_parallel_size,
             "tp_comm_overlap": self.tensor_overlap.enabled,

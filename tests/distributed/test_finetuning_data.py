@@ -298,3 +298,49 @@ def test_a_run_goes_on_with_the_data_that_it_had_or_says_what_changed(tmp_path: 
         assert after.startswith("the run continues with different training data than before: it differs in ")
         assert change in within, change
         assert change in after, change
+
+
+HYBRID = {"context_parallel_size": 2, "hybrid_context_parallel": True}
+
+
+def resumed_hybrid(folder: str, data: str) -> tuple[Run, dict[str, Run]]:
+    """Train on rows of whole and of split documents, and go on from each checkpoint."""
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    whole, watch = train(HYBRID, finetuning(data, shuffle=True), f"{folder}/hybrid", MOMENTS, **options)
+    assert {place % 32 for place in watch.padded} - {0, 4, 8, 12, 16, 20, 24, 28}, "every document was padded"
+    again = {
+        moment: train(HYBRID, finetuning(data), resume=f"{folder}/hybrid/{moment}.ckpt", **options)[0]
+        for moment in MOMENTS
+    }
+    return whole, again
+
+
+@pytest.mark.slow
+def test_a_run_with_whole_documents_resumes_bit_for_bit(tmp_path: Path) -> None:
+    write(tmp_path / "data/a.jsonl", [*exchanges(ROWS, 6), *exchanges(8, 40, seed=1)])
+    for whole, again in run_ranks(2, resumed_hybrid, str(tmp_path), str(tmp_path / "data"), timeout=180):
+        for moment in MOMENTS:
+            batches, steps = whole.places[moment]
+            assert again[moment].batches == whole.batches[batches:]
+            assert again[moment].losses == whole.losses[steps:]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "about"),
+    [
+        (HYBRID, {"batch_size": 2}, "batch_size=2 puts several rows into a microbatch"),
+        ({**HYBRID, "micro_batch_size": 2}, {}, "micro_batch_size=2 puts several rows into a microbatch"),
+        (
+            {"hybrid_context_parallel": True},
+            {},
+            "needs context_parallel_size of 2 or more",
+        ),
+    ],
+)
+@on_ranks(2, timeout=120)
+def test_what_has_no_whole_documents_is_refused(
+    tmp_path: Path, strategy: dict[str, Any], options: dict[str, Any], about: str
+) -> None:
+    write(tmp_path / "a.jsonl", exchanges(8))
+    with refuses(ValueError, about):
+        train(strategy, finetuning(str(tmp_path), **options), max_epochs=1)

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
     ),
+    "cp2, hybrid": (2, {"context_parallel_size": 2, "hybrid_context_parallel": True, "micro_batch_size": 1}),
     "pp2, cut into rows": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
 }
 

@@ -277,9 +277,8 @@ def token_losses(layout: Layout, rows: Rows, changed: int | None) -> list[tuple[
     return predicted
 
 
-def loss_of_copies(traces: list[Trace], layout: Layout, rows: Rows, mean: Mean, size: int) -> float:
-    """Return the loss of the step over all model copies; a rank knows that of its own."""
-    batches = packed_microbatches(rows, size)
+def loss_of_copies(traces: list[Trace], layout: Layout, batches: list[Batch], mean: Mean) -> float:
+    """Return the loss of a step on these batches over all model copies; a rank knows that of its own."""
     total = weight = 0.0
     for trace in traces:
         mine = batches[trace.dp_rank :: layout.dp]

@@ -24,6 +24,7 @@ from tests.parity.packed import (
     linear_gradients,
     loss_of_copies,
     one_by_one,
+    packed_microbatches,
     slices_of,
     token_losses,
     train_one_by_one,
@@ -192,7 +193,7 @@ def _compare(layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...]
     for mean in means:
         wanted = reference[mean]
         traces = [rank[mean] for rank in ranks]
-        loss = loss_of_copies(traces, layout, rows, mean, recipe.micro_batch_size)
+        loss = loss_of_copies(traces, layout, packed_microbatches(rows, recipe.micro_batch_size), mean)
         assert loss == pytest.approx(wanted.loss, rel=1e-6), mean
         slices = slices_of(traces)
         worst = spread(slices, wanted.gradients)

@@ -21,6 +21,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from tests.parity import bare_loop, lightning_loop, packed
+from tests.parity import test_hybrid_context as hybrid
 from tests.parity.bare_loop import Trace
 from tests.parity.global_tensors import spread
 from tests.parity.test_layouts import MEAN, TOKENS, Reference, distances
@@ -163,10 +164,27 @@ def test_packed_rows_train_as_their_documents_do_one_by_one() -> None:
     for index, layout in enumerate(ON_PACKED_ROWS):
         (wanted,) = run_ranks(1, packed.one_by_one, layout.one_rank, packed.RECIPE, packed.ROWS, ("tokens",), 1)
         traces = [rank[index] for rank in ranks]
-        loss = packed.loss_of_copies(traces, layout, packed.ROWS, "tokens", 1)
+        loss = packed.loss_of_copies(traces, layout, packed.packed_microbatches(packed.ROWS, 1), "tokens")
         assert loss == pytest.approx(wanted["tokens"].loss, rel=1e-6)
         worst = spread(packed.slices_of(traces), wanted["tokens"].gradients)
         assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}, layout.id
+
+
+def train_of_both_kinds(layout: Layout) -> Trace:
+    recipe = replace(packed.RECIPE, impl="transformer_engine")
+    with fused_attention_in_fp32():
+        traces, _ = hybrid.train(layout, recipe, hybrid.rows_of(layout), ("tokens",))
+    return traces["tokens"]
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(tp=2, sp=True, cp=2)], ids=lambda layout: layout.id)
+def test_rows_of_whole_documents_and_of_split_ones_train_as_one_by_one(layout: Layout) -> None:
+    rows = hybrid.rows_of(layout)
+    traces = run_ranks(layout.world_size, train_of_both_kinds, layout, timeout=120)
+    (wanted,) = run_ranks(1, packed.one_by_one, layout.one_rank, packed.RECIPE, rows, ("tokens",), 1)
+    assert traces[0].losses[0] == pytest.approx(wanted["tokens"].loss, rel=1e-6)
+    worst = spread(packed.slices_of(traces), wanted["tokens"].gradients)
+    assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}
 
 
 def test_at_least_twenty_layouts_are_compared() -> None:

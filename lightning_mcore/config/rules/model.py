@@ -109,7 +109,7 @@ NOT_AVAILABLE: Mapping[str, str] = {
     "gtp_weight_remat_size": "its process groups are not opened",
     "heterogeneous_block_specs": "it belongs to Megatron's HeterogeneousTransformerConfig",
     "hierarchical_context_parallel_sizes": "its process groups are not opened",
-    "hybrid_context_parallel": "it needs the data loader of Megatron-LM",
+    "hybrid_context_parallel": "Megatron's own needs the data loader of Megatron-LM; set it in MCoreStrategy",
     "inference_rng_tracker": "it is for Megatron's inference engine",
     "init_model_with_meta_device": "nothing would initialise the parameters",
     "max_seqlen_per_dp_cp_rank": "it is part of hybrid_context_parallel",

@@ -45,6 +45,7 @@ from lightning_mcore.data.finetuning.tokenized import (
 from lightning_mcore.data.loop_progress import LoopProgress
 from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics
 from lightning_mcore.data.packing.rows import (
+    HybridPackedDataset,
     PackedDataset,
     PackingMultiples,
     TokenizedSamples,
@@ -350,7 +351,21 @@ class MCoreFinetuningData(pl.LightningDataModule):
     def _multiples(self) -> PackingMultiples:
         multiples = packing_multiples(self.trainer)
         multiples.check_row(self.seq_length)
+        if multiples.parts > 1 and self.packing:
+            self._check_one_row()
         return multiples
+
+    def _check_one_row(self) -> None:
+        """Reject microbatches of several rows, of which one may be split and another not."""
+        assert self.trainer is not None
+        of_strategy = getattr(self.trainer.strategy, "micro_batch_size", None)
+        for name in ("batch_size", "eval_batch_size"):
+            if (of_strategy or getattr(self, name)) > 1:
+                given = f"micro_batch_size={of_strategy}" if of_strategy else f"{name}={getattr(self, name)}"
+                raise ValueError(
+                    f"{given} puts several rows into a microbatch, but with hybrid_context_parallel=True each row is"
+                    " split or not; set micro_batch_size=1 in MCoreStrategy"
+                )
 
     def _model_vocab_size(self) -> int | None:
         size = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)
@@ -386,6 +401,9 @@ class MCoreFinetuningData(pl.LightningDataModule):
             rank_zero_info(f"{split} data: {self._summary(samples)}")
 
     def _packed(self, samples: Any, multiple: int) -> PackedDataset:
+        parts = self._multiples().parts
+        if parts > 1:
+            return HybridPackedDataset(samples, self.seq_length, multiple, parts)
         return PackedDataset(samples, self.seq_length, multiple)
 
     def _summary(self, samples: Any) -> str:

@@ -289,6 +289,7 @@ class PackingMultiples(NamedTuple):
 
     sub_sequence: int  # for each sub-sequence with its padding
     row: int  # for a whole row
+    parts: int = 1  # of a row, in each of which short documents may stay whole, with hybrid_context_parallel
 
     def check_row(self, row_length: int) -> None:
         """Raise ValueError unless ``row_length`` is a multiple of :attr:`row`."""
@@ -312,7 +313,7 @@ def packing_multiples(trainer: pl.Trainer | None) -> PackingMultiples:
         # Each rank needs an aligned length; CP ranks, and with sequence parallelism TP ranks, share a row.
         ranks = cp * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
         row = math.lcm(row, ranks * fp8.alignment)
-    return PackingMultiples(2 * cp if cp > 1 else 1, row)
+    return PackingMultiples(2 * cp if cp > 1 else 1, row, cp if layout.hybrid_context_parallel else 1)
 
 
 class TokenizedSamples(Dataset[TokenSample]):
@@ -432,8 +433,14 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def costs(self) -> NDArray[np.float64]:
         """Work of attention in each row, [rows]: the sum of its sub-sequences' squared lengths."""
         # Rows of 8 places: sub-sequences of 8 cost 64, of 4 and 4 cost 32, of 2, 2, 2 and 2 cost 16.
-        squares = np.square(self._padded().astype(np.float64)).reshape(len(self.samples.lengths), -1).sum(1)
-        return np.add.reduceat(squares[self._rows.order], self._rows.offsets[:-1])
+        return np.add.reduceat(self._squares[self._rows.order], self._rows.offsets[:-1])
+
+    @property
+    def _squares(self) -> NDArray[np.float64]:
+        """Return the work of attention in each sample, [samples]."""
+        places = self._padded().astype(np.float64).reshape(len(self.samples.lengths), -1)
+        squares: NDArray[np.float64] = np.square(places).sum(1)
+        return squares
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -441,6 +448,84 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a row; the module docstring lists its tensors."""
         return build_row(self.samples.take(self._rows[index]), self._row_length, self._multiple)
+
+
+class HybridPackedDataset(PackedDataset):
+    """Packed rows in which short documents are whole on one context-parallel rank, with hybrid_context_parallel.
+
+    A row with a document longer than ``row_length / parts`` is split, and its documents are padded to ``multiple``. Any
+    other row consists of one part for each rank, without padding between documents. Parts of like cost make a row, so
+    its ranks wait less for each other.
+    """
+
+    def __init__(self, samples: Any, row_length: int, multiple: int, parts: int) -> None:
+        self._parts = parts
+        self._first_parts = np.zeros(1, np.int64)  # [rows + 1]; a split row is one part
+        super().__init__(samples, row_length, multiple)
+
+    def _pack(self) -> PackedRows:
+        """Return the samples of each part, and count them."""
+        lengths, row_length, parts = self.samples.lengths, self._row_length, self._parts
+        rows = pack_lengths(lengths, row_length, self._multiple)
+        # Rows of 8 and two parts. Lengths 6 2 | 3 1 3 1: a row begins with its longest sample, so the first one is
+        # split. The others are packed into parts of 4, here 3 1 and 3 1, which make one row.
+        is_split = lengths[rows.order[rows.offsets[:-1]]] * parts > row_length
+        of_split = np.repeat(is_split, np.diff(rows.offsets))
+        short = rows.order[~of_split]
+        found = pack_lengths(lengths[short], row_length // parts)
+        costs = (
+            np.zeros(len(found))
+            if not len(short)
+            else np.add.reduceat(np.square(lengths[short][found.order].astype(np.float64)), found.offsets[:-1])
+        )
+        dearest_first = np.argsort(-costs, kind="stable")
+        whole = [short[found[part]] for part in dearest_first[: len(found) // parts * parts].tolist()]
+        # Too few parts for a row: their samples are split.
+        rest = [short[found[part]] for part in dearest_first[len(whole) :].tolist()]
+        left = np.concatenate(rest) if rest else np.zeros(0, np.int64)
+        split = [rows[row] for row in np.flatnonzero(is_split).tolist()]
+        packed = pack_lengths(lengths[left], row_length, self._multiple)
+        split += [left[packed[row]] for row in range(len(packed))]
+        units = [*split, *whole]
+        sizes = np.repeat([1, parts], [len(split), len(whole) // parts])
+        self._first_parts = np.concatenate([[0], np.cumsum(sizes)])
+        tokens, in_split = int(lengths.sum()), np.concatenate([np.zeros(0, np.int64), *split])
+        padding = int((-lengths[in_split] % self._multiple).sum())
+        self.samples.statistics.add_rows(len(sizes), row_length, tokens, padding)
+        return PackedRows(np.concatenate(units), np.cumsum([0, *map(len, units)]))
+
+    def _padded(self) -> NDArray[np.int64]:
+        lengths: NDArray[np.int64] = self.samples.lengths
+        return lengths
+
+    @property
+    def costs(self) -> NDArray[np.float64]:
+        """Work of attention in each row on one of its ranks, [rows]."""
+        of_parts = np.add.reduceat(self._squares[self._rows.order], self._rows.offsets[:-1])
+        is_split = np.diff(self._first_parts) == 1
+        of_rows: NDArray[np.float64] = np.maximum.reduceat(of_parts, self._first_parts[:-1])
+        return np.where(is_split, of_rows / self._parts, of_rows)
+
+    def __len__(self) -> int:
+        return len(self._first_parts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a row; the module docstring lists its tensors."""
+        first, end = self._first_parts[index : index + 2].tolist()
+        if end - first == 1:
+            return build_row(self.samples.take(self._rows[first]), self._row_length, self._multiple)
+        length = self._row_length // self._parts
+        return join_parts([build_row(self.samples.take(self._rows[part]), length) for part in range(first, end)])
+
+
+def join_parts(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return one packed row made of shorter ones."""
+    row = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        # 0 3 4 and 0 2 4 become 0 3 4 6 8
+        lengths = torch.cat([part[name].diff() for part in parts])
+        row[name] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return row
 
 
 def _column(tokenized: Any, name: str) -> NDArray[np.int64]:

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``hybrid_context_parallel``: layers that exchange nothing for rows whose documents are whole on their ranks.
+
+The ranks of a context-parallel group share some rows and not others (``parallel/context.py``). What a microbatch is,
+layers see from its boundaries (``Boundaries.is_whole``). The torch backend's attention reads them itself. Megatron's
+attention rotates positions by the group that it was built with, and TransformerEngine exchanges keys within it: hooks
+lend them a group of one rank for a whole row. Other layers look at each token alone.
+
+Source: ``Attention.forward``, ``MLASelfAttention.get_query_key_value_tensors`` and ``TEDotProductAttention.forward``
+(megatron.core, 0.16.1 and 0.19.2).
+"""
+
+import copy
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from lightning_mcore.config.architecture import architecture_of
+from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.layers.packed_sequences import boundaries_of
+
+
+class _Alone:
+    """A group of one rank, for code that asks a group for its size and rank only."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def check_hybrid(config: TransformerConfig, kind: str | None = None) -> None:
+    """Raise ValueError for a model that needs every row split; ``kind`` is the name of one that its config hides."""
+    recomputed = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
+    unsupported = {
+        kind: kind is not None,
+        "layers with a memory, whose heads are split over the context-parallel ranks": (
+            architecture_of(config).has_memories
+        ),
+        f"mtp_num_layers={config.mtp_num_layers}": bool(config.mtp_num_layers),
+        "recompute_modules=['mla_up_proj']": "mla_up_proj" in recomputed,
+    }
+    for name, is_given in unsupported.items():
+        if is_given:
+            raise ValueError(f"hybrid_context_parallel=True does not support {name}; set hybrid_context_parallel=False")
+
+
+def keep_documents_whole(chunk: nn.Module) -> None:
+    """Let a chunk's attention exchange nothing for whole rows."""
+    for module in chunk.modules():
+        if isinstance(module, Attention):
+            module.register_forward_pre_hook(_lend, with_kwargs=True)
+            module.register_forward_hook(_give_back, always_call=True)
+            core = module.core_attention
+            if not isinstance(core, TorchAttention):
+                core.register_forward_pre_hook(_set_group, with_kwargs=True)
+
+
+def _is_whole(packed: PackedSeqParams | None) -> bool:
+    return packed is not None and boundaries_of(packed).is_whole
+
+
+def _lend(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _is_whole(kwargs.get("packed_seq_params")):
+        attention.shared_groups, attention.pg_collection = attention.pg_collection, copy.copy(attention.pg_collection)
+        attention.pg_collection.cp = _Alone()
+
+
+def _give_back(attention: Any, args: tuple[Any, ...], output: Any) -> None:
+    if (groups := vars(attention).pop("shared_groups", None)) is not None:
+        attention.pg_collection = groups
+
+
+def _set_group(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Set the ranks with which TransformerEngine's attention exchanges keys, because it keeps those of the last row."""
+    if "shared_group" not in vars(core):
+        core.shared_group = core.cp_group
+    group = None if _is_whole(kwargs.get("packed_seq_params")) else core.shared_group
+    ranks, stream = (None, None) if group is None else (dist.get_process_group_ranks(group), type(core).cp_stream)
+    core.set_context_parallel_group(group, ranks, stream, core.cp_comm_type)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With ``hybrid_context_parallel``, rows of short documents train as these do one by one, and exchange nothing.
+
+Every run has rows whose documents are whole on their ranks, and rows whose documents are split. The reference is that
+of ``test_packing.py``: each document by itself, without padding, through a bare model on one rank.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.data.packing.rows import build_row, collate_rows, join_parts
+from lightning_mcore.layers import core_attention
+from tests.parity.bare_loop import Trace
+from tests.parity.global_tensors import assemble, spread
+from tests.parity.lightning_loop import make_trainer
+from tests.parity.packed import (
+    RECIPE,
+    TWO_LAYERS,
+    Mean,
+    PackedGPT,
+    Result,
+    Rows,
+    all_documents,
+    loss_of_copies,
+    one_by_one,
+    slices_of,
+)
+from tests.parity.test_options import LATENT
+from tests.support import toy
+from tests.support.layouts import Layout
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
+from tests.support.thorough import thorough_but
+from tests.support.tiny import MAMBA, Batch, Recipe
+
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("hybrid-context")]
+
+TOLERANCE = 1e-5
+MEANS: tuple[Mean, ...] = ("tokens", "samples", "microbatches")
+SPLIT = ((32, (5, 17)), (32, (30,)))  # with documents longer than half a row
+WHOLE = {  # parts of half a row, and of a quarter
+    2: ((32, (9, 5, 7, 3, 4)), (32, (16, 1, 12, 2))),
+    4: ((32, (5, 3, 8, 7, 1, 2, 6)), (32, (3, 4, 6, 8, 1, 1, 2))),
+}
+LAYOUTS = (
+    Layout(cp=2),
+    Layout(cp=4),
+    Layout(tp=2, sp=True, cp=2),
+    Layout(pp=2, cp=2),
+    Layout(dp=2, cp=2, distributed_optimizer=True),
+    Layout(moe=True, cp=2, ep=2),
+)
+LATENT_RECIPE = replace(RECIPE, options=(*TWO_LAYERS, *LATENT.items(), ("q_lora_rank", None), ("rope_type", "rope")))
+
+
+def rows_of(layout: Layout) -> Rows:
+    """Return the rows of a step; a data-parallel rank reads every second of them."""
+    one, other = WHOLE[layout.cp]
+    return one, SPLIT[0], SPLIT[1], other
+
+
+def built(rows: Rows, ranks: int) -> list[Batch]:
+    """Return microbatches: a row of parts if its documents fit into them in this order, else a row to split."""
+    found = []
+    for samples, (length, _) in zip(all_documents(rows), rows, strict=True):
+        parts: list[list[Any]] = [[]]
+        for sample in samples:
+            if sum(each.length for each in parts[-1]) + sample.length > length // ranks:
+                parts.append([])
+            parts[-1].append(sample)
+        if len(parts) == ranks and all(sample.length <= length // ranks for sample in samples):
+            row = join_parts([build_row(part, length // ranks) for part in parts])
+        else:
+            row = build_row(samples, length, 2 * ranks)
+        found.append(collate_rows([row]))
+    return found
+
+
+class HybridGPT(PackedGPT):
+    """Trains on the rows of :func:`built`."""
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        batches = built(self.rows, self.layout.cp)
+        mine = batches[parallel_state.get_data_parallel_rank() :: self.layout.dp]
+        return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
+
+
+def train(layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...]) -> tuple[dict[Mean, Trace], int]:
+    """Train for one step with each meaning of the loss; also return how often attention exchanged keys and values."""
+    traces: dict[Mean, Trace] = {}
+    with mock.patch.object(core_attention, "over_whole_sequences", wraps=core_attention.over_whole_sequences) as calls:
+        for mean in means:
+            module = HybridGPT(layout, replace(recipe, token_weighted=mean != "microbatches"), rows, mean)
+            strategy = MCoreStrategy(**layout.strategy_arguments, hybrid_context_parallel=True)
+            make_trainer(layout.world_size, strategy, len(rows) // layout.dp).fit(module)
+            assert module.trace is not None
+            traces[mean] = module.trace
+    return traces, calls.call_count
+
+
+@functools.cache
+def _reference(one_rank: Layout, recipe: Recipe, rows: Rows) -> dict[Mean, Result]:
+    (results,) = run_ranks(1, one_by_one, one_rank, recipe, rows, MEANS, recipe.micro_batch_size, timeout=120)
+    return results
+
+
+@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, "cp4", "tp2-sp-cp2", "pp2-cp2", "dp2-cp2-do"))
+def test_rows_of_both_kinds_train_as_their_documents_do_one_by_one(layout: Layout) -> None:
+    _compare(layout, RECIPE)
+
+
+@pytest.mark.parametrize("layout", thorough_but([Layout(cp=2), Layout(tp=2, sp=True, cp=2)], "tp2-sp-cp2"))
+def test_latent_attention_has_the_right_positions_too(layout: Layout) -> None:
+    _compare(layout, LATENT_RECIPE)
+
+
+def test_layers_that_are_computed_again_know_the_kind_of_their_row() -> None:
+    """Backward runs them after other rows have gone through."""
+    again = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+    _compare(Layout(pp=2, cp=2), replace(RECIPE, options=(*TWO_LAYERS, *again)))
+
+
+def _compare(layout: Layout, recipe: Recipe) -> None:
+    rows = rows_of(layout)
+    reference = _reference(layout.one_rank, replace(recipe, options=recipe.options), rows)
+    ranks = run_ranks(layout.world_size, train, layout, recipe, rows, MEANS, timeout=180)
+    runs = 2 if dict(recipe.options).get("recompute_granularity") else 1
+    for _, exchanges in ranks:
+        split_rows = 2 // layout.dp
+        assert exchanges == len(MEANS) * split_rows * (2 // layout.pp) * runs
+    for mean in MEANS:
+        wanted, traces = reference[mean], [found[mean] for found, _ in ranks]
+        loss = loss_of_copies(traces, layout, built(rows, layout.cp), mean)
+        assert loss == pytest.approx(wanted.loss, rel=1e-6), mean
+        slices = slices_of(traces)
+        worst = spread(slices, wanted.gradients)
+        print(f"{layout.id}, {mean}: {max(worst.values()):.1e}")
+        assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}, mean
+        whole = assemble(slices)["output_layer.weight"].double().flatten()
+        expected = wanted.gradients["output_layer.weight"].double().flatten()
+        assert torch.dot(whole, expected) / torch.dot(expected, expected) == pytest.approx(1.0, abs=1e-6), mean
+
+
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("transformer", "architecture", "about"),
+    [
+        ({"mtp_num_layers": 1}, None, "does not support mtp_num_layers=1"),
+        ({}, {"layer_pattern": "[M-][*-]", "mamba": dict(MAMBA)}, "does not support layers with a memory"),
+        ({**LATENT, "q_lora_rank": 16, **AGAIN}, None, "does not support recompute_modules=['mla_up_proj']"),
+    ],
+    ids=["mtp", "memory", "mla"],
+)
+@on_ranks(2, timeout=120)
+def test_models_that_need_every_row_split_are_refused(
+    transformer: dict[str, Any], architecture: dict[str, Any] | None, about: str
+) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, **transformer}
+    strategy = {"context_parallel_size": 2, "hybrid_context_parallel": True}
+    with refuses(ValueError, about):
+        toy.make_trainer(strategy).fit(MCoreGPT(40, 32, sizes, architecture=architecture), [{}])
