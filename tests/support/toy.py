@@ -310,7 +310,9 @@ def make_trainer(strategy: Any, **arguments: Any) -> pl.Trainer:
         arguments: More arguments of the Trainer.
     """
     warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logger = logging.getLogger("lightning.pytorch")
+    if logger.level != logging.ERROR:  # setLevel clears a cache of each of two thousand loggers
+        logger.setLevel(logging.ERROR)
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": world_size(),

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the fork server does once, after its imports, so that the ranks, its forks, need not do it each.
 
-* Lightning's loops run, without a step. Python asks all subclasses of an abstract class, once for each class of object
-  that it meets, and remembers the answer. Without a step, autograd starts no thread.
+* Lightning's loops run, without a step. Without a step, autograd starts no thread.
+* Python asks all subclasses of an abstract class, once for each class of object that it meets, and remembers the
+  answer: of Lightning's loops, and of which modules are metrics, of which there are a hundred classes.
+* Regular expressions of warnings are compiled, and the files of modules are found, which jsonargparse asks for.
 * On Linux, memory moves into huge pages. A fork copies the table of pages and its end frees it: 20 ms of 45.
 """
 
 import ctypes
+import inspect
 import logging
 import warnings
 from pathlib import Path
 
 import torch
+from torch import nn
+from torchmetrics import Metric
 
+from lightning_mcore.parallel.known_warnings import ignore_known_warnings
 from tests.support.toy import PlainNet, loader, make_trainer
 
 _HUGE = 2**21  # bytes
@@ -28,7 +34,14 @@ def _run_loops() -> None:
         trainer = make_trainer("auto", limit_train_batches=0)
         trainer.fit(PlainNet(), loader(4, 2), loader(4, 2))
         trainer.validate(PlainNet(), loader(4, 2), verbose=False)
+        ignore_known_warnings()
     lightning.setLevel(level)
+
+
+def _ask_for_metrics(kind: type[nn.Module]) -> None:
+    for each in kind.__subclasses__():
+        issubclass(each, Metric)
+        _ask_for_metrics(each)
 
 
 def _use_huge_pages() -> None:
@@ -45,4 +58,6 @@ def _use_huge_pages() -> None:
 
 
 _run_loops()
+_ask_for_metrics(nn.Module)
+inspect.stack()
 _use_huge_pages()
