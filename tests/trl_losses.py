@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what the loss functions of TRL give, for ``tests/unit/models/test_preference_losses.py`` to compare with.
 
-And what the loss of its GKD gives, for ``tests/unit/layers/test_distillation.py``.
-
 It calls the functions of TRL's trainers themselves, with an object in place of the trainer that has the attributes that
 they read. TRL 0.24.0 is the release that LLaMA-Factory uses; it needs transformers 4, so run this in an environment of
 its own:
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor
 
 FILE = Path(__file__).parent / "unit" / "models" / "trl_losses.json"
-DIVERGENCES = Path(__file__).parent / "unit" / "layers" / "trl_divergences.json"
 
 INPUTS: dict[str, list[Any]] = {  # eighths, so that means in fp32 are exact
     "logps": [
@@ -181,30 +178,11 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[[Tensor, dict[str, Tenso
     }
 
 
-def divergences(jsd_loss: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return logits, and the divergences and gradients of each setting by TRL's ``generalized_jsd_loss``."""
-    generator = torch.Generator().manual_seed(1)
-    student, teacher = ((8 * torch.randn(5, 7, generator=generator)).round().double() / 4 for _ in range(2))
-    results = {}
-    for beta, temperature in ((0.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.1, 1.5)):
-        logits = student.clone().requires_grad_()
-        losses = jsd_loss(logits, teacher, beta=beta, temperature=temperature, reduction="none").sum(-1)
-        (gradients,) = torch.autograd.grad(losses.sum(), logits)
-        results[f"beta={beta}, temperature={temperature}"] = {
-            "distillation": {"beta": beta, "temperature": temperature},
-            "losses": losses.tolist(),
-            "gradients": gradients.tolist(),
-        }
-    return {"student": student.tolist(), "teacher": teacher.tolist(), "results": results}
-
-
 def main() -> None:
-    """Write the files."""
+    """Write the file."""
     import transformers
     import trl
 
-    found = {"versions": {"trl": trl.__version__}, **divergences(trl.GKDTrainer.generalized_jsd_loss)}
-    DIVERGENCES.write_text(json.dumps(found) + "\n", encoding="utf-8")
     inputs = {name: torch.tensor(values) for name, values in INPUTS.items()}
     inputs |= {name: inputs[name].double() for name in ("logps", "reference", "lengths")}
     results = {}

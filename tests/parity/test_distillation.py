@@ -6,6 +6,7 @@ knows nothing of padding, packing, chunks or ranks. The teacher is of another fa
 """
 
 import functools
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,13 +38,14 @@ from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.hidden_states import PROJECTIONS
 from lightning_mcore.models import generation
 from tests.parity.global_tensors import whole_gradients
-from tests.parity.hf_training import KeepsGradients, Part, differing_values, on_disk
+from tests.parity.hf_training import KeepsGradients, Part, differing_gradients, differing_values, on_disk
 from tests.support.chats import characters, exchanges, write
 from tests.support.hf_models import VARIANTS, VOCAB_SIZE, auto_model, read_tensors, save_tiny, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.toy import make_trainer
+from tests.trl_distillation import direction
 
 pytestmark = [
     pytest.mark.distributed,
@@ -534,10 +536,15 @@ def test_stored_logits_train_like_the_teacher_on_every_layout(tmp_path: Path) ->
 # ---- the student's own answers
 
 OWN = {"beta": 1.0, "on_policy": 1.0, "max_new_tokens": 9, "kd_ratio": 0.5, "stop_token": 17}
-Answered = tuple[list[list[int]], list[list[int]], float]  # tokens, those that count, and the loss
+Answered = tuple[list[list[int]], list[list[int]], float, list[Part]]  # tokens, those that count, loss, gradients
 
 
-class Answers(MCoreDistillation):
+def prompts() -> list[list[int]]:
+    """Return what the student continues: of each sample, the tokens before those that count."""
+    return [sample.tokens[: int(sample.loss_mask[1:].argmax()) + 1].tolist() for sample in samples()]  # type: ignore[index]
+
+
+class Answers(Watched):
     """Keeps the rows that it wrote itself."""
 
     rows: dict[str, Tensor]
@@ -548,7 +555,7 @@ class Answers(MCoreDistillation):
 
 
 def answers(layouts: Sequence[Layout], folder: str, teacher: str) -> list[Answered]:
-    """Train a step on the most probable answers on each layout; return this rank's rows, and the step's loss."""
+    """Train a step on the most probable answers on each layout; return this rank's part of it."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "sample", lambda logits, *_: int(logits.argmax()))
@@ -566,46 +573,64 @@ def answers(layouts: Sequence[Layout], folder: str, teacher: str) -> list[Answer
                 for row, length in zip(module.rows["tokens"], module.rows["lengths"].tolist(), strict=True)
             ]
             counted = [mask.nonzero()[:, 0].tolist() for mask in module.rows["loss_mask"]]
-            found.append((rows, counted, float(trainer.callback_metrics["train_loss"])))
+            found.append((rows, counted, float(trainer.callback_metrics["train_loss"]), module.gradients))
     return found
 
 
 @functools.cache
-def plain_answers() -> tuple[list[list[int]], float]:
-    """Return the whole rows of a plain student's most probable answers, and their mean divergence."""
+def plain_answers() -> tuple[list[list[int]], float, dict[str, Tensor]]:
+    """Return the whole rows of a plain student's most probable answers, their mean divergence and its gradients."""
     student, teacher = (
         auto_model().from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         for folder in (tiny_folder("qwen2"), teacher_of("qwen2"))
     )
     rows, divergences = [], []
-    for sample in samples():
-        assert sample.loss_mask is not None
-        row = sample.tokens[: int(sample.loss_mask[1:].argmax()) + 1].tolist()
+    for row in prompts():
         first = len(row) - 1
         for _ in range(OWN["max_new_tokens"]):
             row.append(int(student(torch.tensor([row])).logits[0, -1].argmax()))
             if row[-1] == OWN["stop_token"]:
                 break
         rows.append(row)
-        p, q = (model(torch.tensor([row[:-1]])).logits[0, first:].detach().softmax(-1) for model in (student, teacher))
-        divergences.append(divergence(p, q, OWN["beta"]))
-    return rows, torch.cat(divergences).mean().item()
+        p, q = (model(torch.tensor([row[:-1]])).logits[0, first:].softmax(-1) for model in (student, teacher))
+        divergences.append(divergence(p, q.detach(), OWN["beta"]))
+    loss = torch.cat(divergences).mean()
+    loss.backward()
+    return rows, loss.item(), on_disk("qwen2", dict(student.named_parameters()))
 
 
 def test_a_student_learns_from_its_own_answers_on_every_layout() -> None:
     """The answers are those of a plain student, and the loss is their divergence alone."""
-    rows, loss = plain_answers()
+    rows, loss, gradients = plain_answers()
     assert len({len(row) for row in rows}) > 2
     layouts = [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2, distributed_optimizer=True)]
     given = (str(tiny_folder("qwen2")), teacher_of("qwen2"))
-    for rank, found in enumerate(run_ranks(2, answers, layouts, *given, timeout=180)):
-        for layout, (written, counted, value) in zip(layouts, found, strict=True):
+    ranks = run_ranks(2, answers, layouts, *given, timeout=180)
+    for index, layout in enumerate(layouts):
+        assert differing_gradients(gradients, [rank[index][-1] for rank in ranks], 1e-5) == {}, layout.id
+    for rank, found in enumerate(ranks):
+        for layout, (written, counted, value, _) in zip(layouts, found, strict=True):
             own = rows[rank::2] if layout.dp == 2 else rows
             assert written == [row[:-1] for row in own], layout.id
-            starts = [int(sample.loss_mask[1:].argmax()) for sample in samples()]  # type: ignore[index]
+            starts = [len(prompt) - 1 for prompt in prompts()]
             starts = starts[rank::2] if layout.dp == 2 else starts
             assert counted == [[*range(start, len(row) - 1)] for start, row in zip(starts, own, strict=True)]
             assert value == pytest.approx(loss, abs=LOSS), layout.id
+
+
+def test_a_step_on_own_answers_is_that_of_trl() -> None:
+    """Answers, loss and gradients are those of ``GKDTrainer``; ``tests/trl_distillation.py`` writes the file."""
+    wanted = json.loads(Path(__file__).with_name("trl_on_policy.json").read_text(encoding="utf-8"))
+    [[(rows, _, loss, gradients)]] = run_ranks(1, answers, [Layout()], str(tiny_folder("qwen2")), teacher_of("qwen2"))
+    assert rows == [row[:-1] for row in wanted["rows"]]
+    assert loss == pytest.approx(wanted["loss"], rel=1e-6)
+    shapes = {name: tensor.shape for name, tensor in read_tensors(tiny_folder("qwen2"))}
+    products = dict.fromkeys(wanted["gradients"], 0.0)
+    for part in gradients:
+        products[part.name] += float((part.values * part.of(direction(part.name, shapes[part.name]))).sum())
+    norms = {name: norm for name, (_, norm) in wanted["gradients"].items()}
+    apart = {name: abs(products[name] - product) for name, (product, _) in wanted["gradients"].items()}
+    assert {name for name, value in apart.items() if not value <= 1e-5 * norms[name]} == set()
 
 
 def resumed_answers(layout: Layout, folder: str, teacher: str, out: str) -> list[list[list[float]]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The divergence of a student's probabilities from a teacher's, and its gradient.
 
-Against autograd in fp64, and against what TRL's GKD gave: ``tests/trl_losses.py`` writes that file.
+Against autograd in fp64, and against what TRL's GKD gave: ``tests/trl_distillation.py`` writes that file.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_mcore import single_process
 from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.layers.chunked_loss import Vocabulary
-from lightning_mcore.layers.distillation import Sums, _Divergences
+from lightning_mcore.layers.distillation import Sums, _ChunkOfTopK, _Divergences
 from lightning_mcore.parallel.groups import process_group
 
 GIVEN = json.loads((Path(__file__).parent / "trl_divergences.json").read_text(encoding="utf-8"))
@@ -30,12 +30,29 @@ def divergences(student: Tensor, teacher: Tensor, real: int, **setting: Any) -> 
     return found
 
 
-@pytest.mark.parametrize("name", GIVEN["results"])
-def test_divergences_and_gradients_are_those_of_trl(name: str) -> None:
-    wanted = GIVEN["results"][name]
+def of_top_k(student: Tensor, teacher: Tensor, real: int, **setting: Any) -> Tensor:
+    """Return the divergence of each token as :func:`divergences`, of the teacher's most likely tokens and the rest."""
+    with single_process():
+        vocabulary = Vocabulary.of(real, student.size(-1), process_group("tp"))
+        chunk = _ChunkOfTopK(
+            lambda taught: taught,
+            vocabulary,
+            Distillation("teacher", **setting),
+            lambda logits: logits,
+            torch.zeros(student.shape[:2], dtype=torch.long),
+            vocabulary,
+            beside=teacher,
+        )
+        return chunk(student)[1]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ("results", "of_top_k") for name in GIVEN[kind]])
+def test_divergences_and_gradients_are_those_of_trl(kind: str, name: str) -> None:
+    wanted = GIVEN[kind][name]
     student, teacher = (torch.tensor(GIVEN[who])[:, None] for who in ("student", "teacher"))  # [tokens, 1, v]
     student.requires_grad_()
-    found = divergences(student, teacher, student.size(-1), **wanted["distillation"])
+    function = divergences if kind == "results" else of_top_k
+    found = function(student, teacher, student.size(-1), **wanted["distillation"])
     torch.testing.assert_close(found[:, 0], torch.tensor(wanted["losses"]), rtol=1e-6, atol=1e-6)
     found.sum().backward()
     assert student.grad is not None
