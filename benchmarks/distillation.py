@@ -11,6 +11,11 @@ Forward and backward run in turn each way. Memory is the peak of what lives besi
 
     python -m benchmarks.distillation
 
+With ``--answers`` it measures how long the student takes to answer four prompts itself, with a cache of keys and values
+and without, in training steps on the rows that come of it. Time is then CPU time on one core.
+
+    python -m benchmarks.distillation --answers
+
 The results, with versions and commit, go to benchmarks/results/.
 """
 
@@ -20,17 +25,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.overhead import REPOSITORY, circumstances, write_results
-from lightning_mcore import Distillation, MCoreDistillation, single_process
+from lightning_mcore import Distillation, MCoreDistillation, MCoreGPT, single_process
 from lightning_mcore.models.distillation import Teacher
+from lightning_mcore.models.generation import continue_rows
 from tests.support.live_memory import LiveBytes
 
 VOCABULARY, CHUNK, TOP_K = 16_384, 256, 64
+PROMPT, NEW = 384, 128
 SIZES = {"student": (256, 4), "teacher": (512, 8)}  # width and layers
 SETTING: dict[str, Any] = {"kd_ratio": 0.5}
 
@@ -123,6 +131,63 @@ def measure(tokens: int, turns: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+class WithoutCache(MCoreGPT):
+    """A student with its own ``next_logits``, which computes each token from whole rows."""
+
+    def next_logits(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the logits of :meth:`MCoreGPT.next_logits`."""
+        return super().next_logits(batch, batch_idx)
+
+
+def measure_answers(turns: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of each turn: of a training step, and of answers with and without the cache."""
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    rows = [row.tolist() for row in torch.randint(0, VOCABULARY, (4, PROMPT))]
+    drawn = torch.randint(0, VOCABULARY, (2, 4, PROMPT + NEW))
+    one_rank: Any = SimpleNamespace(
+        strategy=SimpleNamespace(reduce=lambda value, reduce_op: value), state=SimpleNamespace(status=None)
+    )
+    with tempfile.TemporaryDirectory() as folder, single_process():
+        path = save(Path(folder))["student"]
+        students: dict[str, MCoreGPT] = {}
+        for kind in (MCoreGPT, WithoutCache):
+            student = kind.from_pretrained(path, seq_length=PROMPT + NEW)
+            student.configure_model()
+            student._trainer = one_rank
+            students["with the cache" if kind is MCoreGPT else "without the cache"] = student
+
+        def step() -> None:
+            losses, _ = students["with the cache"].token_losses({"tokens": drawn[0], "labels": drawn[1]})
+            losses.mean().backward()
+
+        ways: dict[str, Callable[[], Any]] = {"training step": step}
+        for name, student in students.items():
+            ways[name] = lambda student=student: continue_rows(student, rows, NEW, 1.0, None, torch.Generator())
+        for turn in range(turns + 1):
+            for name, way in ways.items():
+                start = time.process_time()
+                way()
+                if turn:  # the first one is for warm-up
+                    found.setdefault(name, []).append(time.process_time() - start)
+    return found
+
+
+def table_of_answers(found: dict[str, list[float]]) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        f"Four prompts of {PROMPT} tokens, {NEW} new tokens each.",
+        "",
+        "| | CPU seconds | steps |",
+        "|---|---|---|",
+    ]
+    for name, seconds in found.items():
+        pairs = zip(seconds, found["training step"], strict=True)
+        ratio = statistics.median(own / step for own, step in pairs)
+        lines.append(f"| {name} | {statistics.median(seconds):.2f} | {ratio:.1f} |")
+    return "\n".join(lines)
+
+
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Return the results as Markdown."""
     lines = [
@@ -145,9 +210,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a step of distillation.")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--answers", action="store_true", help="measure the student's own answers")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     facts = circumstances(options)
+    if options.answers:
+        times = measure_answers(options.turns)
+        title = "A student's own answers"
+        write_results(options.output, "distillation-answers", title, facts, times, table_of_answers(times))
+        return
     found = measure(options.tokens, options.turns)
     write_results(options.output, "distillation", "A step of distillation", facts, found, table(found))
 

@@ -35,7 +35,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-sharded": {"data_parallel_sharding": "optim_grads_params"},
     "ep2": {"expert_model_parallel_size": 2},
 }
-MODELS = {"ep2": "mixtral"}
+MODELS = {"ep2": "mixtral", "cp2-ep2": "mixtral"}
+BESIDE_CP2: dict[str, dict[str, Any]] = {
+    "cp4": {"context_parallel_size": 4},
+    "cp2-tp2": LAYOUTS["tp2-sp"],
+    "cp2-pp2": LAYOUTS["pp2"],
+    "cp2-dp2": {},
+    "cp2-ep2": LAYOUTS["ep2"],
+}
 
 
 SCORES = {"classification": 3, "reward": 1}
@@ -178,25 +185,23 @@ def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
 
 
 def test_context_parallel_ranks_share_the_cache_on_every_layout_of_four_ranks() -> None:
-    cp2 = LAYOUTS["cp2"]
-    layouts: dict[str, tuple[str, dict[str, Any]]] = {
-        "cp4": ("llama", {"context_parallel_size": 4}),
-        "cp2-tp2": ("llama", cp2 | LAYOUTS["tp2-sp"]),
-        "cp2-pp2": ("llama", cp2 | LAYOUTS["pp2"]),
-        "cp2-dp2": ("llama", cp2),
-        "cp2-ep2": ("mixtral", cp2 | LAYOUTS["ep2"]),
-        "latent, cp4": ("deepseek_v3", {"context_parallel_size": 4}),
-        "window, cp4": ("gemma3_text", {"context_parallel_size": 4}),
-        "delta net, cp2-tp2": ("qwen3_5_text", cp2 | LAYOUTS["tp2-sp"]),
-    }
+    layouts = {name: (MODELS.get(name, "llama"), LAYOUTS["cp2"] | more) for name, more in BESIDE_CP2.items()}
+    for kind, model, name in (
+        ("latent", "deepseek_v3", "cp4"),
+        ("window", "gemma3_text", "cp4"),
+        ("delta net", "qwen3_5_text", "cp2-tp2"),
+    ):
+        layouts[f"{kind}, {name}"] = model, layouts[name][1]
     _written(4, layouts)
 
 
-def test_log_probabilities_of_given_tokens_are_those_with_which_they_were_generated() -> None:
-    runs = {name: (str(tiny_folder(MODELS.get(name, "llama"))), layout) for name, layout in LAYOUTS.items()}
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_log_probabilities_of_given_tokens_are_those_with_which_they_were_generated(world_size: int) -> None:
+    layouts = LAYOUTS if world_size == 2 else {name: LAYOUTS["cp2"] | more for name, more in BESIDE_CP2.items()}
+    runs = {name: (str(tiny_folder(MODELS.get(name, "llama"))), layout) for name, layout in layouts.items()}
     of_transformers = {model: (str(tiny_folder(model)), "auto") for model in ("llama", "mixtral")}
     one = run_ranks(1, score_each, of_transformers)[0]
-    for found in run_ranks(2, score_each, runs, timeout=120):
+    for found in run_ranks(world_size, score_each, runs, timeout=120):
         for name in runs:
             tokens, told, again = found[name]
             expected = one[MODELS.get(name, "llama")]

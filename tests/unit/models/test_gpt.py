@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers import sampling
+from lightning_mcore.layers.session import single_process
 from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe, warmup_cosine
@@ -260,6 +261,48 @@ def test_a_constant_rate_needs_no_end() -> None:
 def test_generate_refuses_before_it_runs_the_model(prompt: list[int], arguments: dict[str, Any]) -> None:
     with refuses(ValueError, *arguments):
         gpt().generate(prompt, **{"max_new_tokens": 1, **arguments})
+
+
+class WithoutCache(MCoreGPT):
+    """A GPT with its own ``next_logits``, which then computes each token from whole rows."""
+
+    def next_logits(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().next_logits(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:MLP requires ffn_hidden_size:DeprecationWarning")  # of Megatron
+@pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning")
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute", "latent"])
+def test_tokens_from_the_cache_are_those_of_whole_rows(positions: str) -> None:
+    """Also of rows that reach ``seq_length`` while others go on, and of a text that becomes longer."""
+    latent = {"multi_latent_attention": True, "num_query_groups": 4, "normalization": "RMSNorm"}
+    more: dict[str, Any] = (
+        {"transformer": TRANSFORMER | latent | {"ffn_hidden_size": 32}} if positions == "latent" else {}
+    )
+    if positions == "learned_absolute":
+        more["position_embedding_type"] = positions
+    arguments = {"vocab_size": 100, "seq_length": 16, "transformer": TRANSFORMER | {"ffn_hidden_size": 32}, **more}
+    rows = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3, 4], [20, 21, 22]]
+    found, widths = [], []
+    with single_process():
+        for kind in (MCoreGPT, WithoutCache):
+            torch.manual_seed(3)
+            module = kind(**arguments)
+            module.configure_model()
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, std=0.3)
+            calls: list[int] = []
+            chunk = module.model.chunks[0]
+            chunk.register_forward_pre_hook(lambda _, given, calls=calls: calls.append(given[0].size(1)))
+            alone = module.generate(rows[0], 12, temperature=0)
+            widths.append(list(calls))
+            strategy = SimpleNamespace(reduce=lambda value, reduce_op: value)
+            module._trainer = SimpleNamespace(strategy=strategy, state=SimpleNamespace(status=None))  # type: ignore[assignment]
+            generator = torch.Generator().manual_seed(2)
+            found.append((alone, generation.continue_rows(module, rows, 13, 1.0, None, generator)))
+    assert found[0] == found[1]
+    assert [len(row) for row in found[0][1]] == [16, 15, 16]
+    assert widths == [[9] + [1] * 7 + [16] * 4, [*range(9, 17), *[16] * 4]]
 
 
 def draws(logits: torch.Tensor, temperature: float, top_k: int | None, seed: int = 0, count: int = 200) -> list[int]:
