@@ -51,8 +51,12 @@ def default_timeout() -> datetime.timedelta:
     return timeout
 
 
-def combine_on_rank0(function: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+def combine_on_rank0(
+    function: Callable[[], T], combine: Callable[[list[T]], R], group: dist.ProcessGroup | None = None
+) -> R:
     """Run ``function`` on every rank; return on every rank what ``combine`` makes of all results on rank 0; collective.
+
+    ``group`` is a gloo group of the ranks that take part, and rank 0 its first; None for all ranks.
 
     The results come in rank order. The first failure of any rank is raised on all of them: with the same class if it is
     in ``_KNOWN`` or the rank has failed in the same way, otherwise as a RuntimeError.
@@ -61,10 +65,11 @@ def combine_on_rank0(function: Callable[[], T], combine: Callable[[list[T]], R])
         return combine([function()])
     # Four ranks, and `function` fails on ranks 2 and 3: rank 0 receives (result, None) twice and (None, description)
     # twice, skips `combine`, and broadcasts (2, description). All four raise rank 2's error.
-    group, rank = control_group(), dist.get_rank()
+    group = control_group() if group is None else group
+    rank = group.rank()
     own, failure = _attempt(function)
-    parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object((own, _describe(failure)), parts, dst=0, group=group)
+    parts: list[Any] | None = [None] * group.size() if rank == 0 else None
+    dist.gather_object((own, _describe(failure)), parts, group=group, group_dst=0)
     result: Any = None
     first: tuple[int, Any] | None = None
     if parts is not None:
@@ -73,7 +78,7 @@ def combine_on_rank0(function: Callable[[], T], combine: Callable[[list[T]], R])
             result, failure = _attempt(lambda: combine([part for part, _ in parts]))
             first = (0, _describe(failure)) if failure is not None else None
     answer: list[Any] = [(first, result)]
-    dist.broadcast_object_list(answer, src=0, group=group)
+    dist.broadcast_object_list(answer, group=group, group_src=0)
     first, result = answer[0]
     if first is not None:
         index, description = first
@@ -89,31 +94,32 @@ def run_on_rank0(function: Callable[[], T]) -> T:
     return combine_on_rank0(lambda: None, lambda _: function())
 
 
-def run_on_all_ranks(function: Callable[[], T]) -> T:
-    """Return ``function()`` of this rank if no rank fails; collective, raises as :func:`combine_on_rank0`."""
+def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return ``function()`` of this rank if no rank fails; collective, with arguments of :func:`combine_on_rank0`."""
     kept: list[T] = []
-    combine_on_rank0(lambda: kept.append(function()), lambda _: None)
+    combine_on_rank0(lambda: kept.append(function()), lambda _: None, group)
     return kept[0]
 
 
-def all_gather_object(own: T) -> list[T]:
-    """Return the objects of all ranks, in rank order, on every rank; collective.
+def all_gather_object(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the objects of all ranks, in rank order, on every rank; collective over a gloo group, None for all ranks.
 
     With :func:`combine_on_rank0` each object is sent only to rank 0.
     """
     if not dist.is_initialized():
         return [own]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own, group=control_group())
+    group = control_group() if group is None else group
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
     return found
 
 
-def all_true(own: bool) -> bool:
-    """Return whether ``own`` is true on every rank; collective, and cheap."""
+def all_true(own: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether ``own`` is true on every rank; collective over a gloo group, None for all ranks, and cheap."""
     if not dist.is_initialized():
         return own
     flag = torch.tensor([int(own)], dtype=torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=control_group())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=control_group() if group is None else group)
     return bool(flag.item())
 
 

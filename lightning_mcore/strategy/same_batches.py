@@ -47,17 +47,20 @@ _MARK = "_is_followed"
 
 
 class SameBatches:
-    """Follows the loaders of a run; with ``sends``, one rank of each model copy reads for the others."""
+    """Follows the loaders of a run; with ``sends``, one rank of each model copy reads for the others.
+
+    ``data/finetuning/stream.py`` reads ``sends``, because the ranks that read agree on each batch.
+    """
 
     def __init__(self, strategy: "MCoreStrategy", sends: bool = False) -> None:
         self._strategy = strategy
-        self._sends = sends
+        self.sends = sends
         self._compared: list[Any] = []  # loaders whose first batch every rank has read
         self._restores = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the loaders of this process."""
-        return {"strategy": self._strategy, "sends": self._sends}
+        return {"strategy": self._strategy, "sends": self.sends}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without the loaders of the other process."""
@@ -90,7 +93,7 @@ class SameBatches:
 
     def begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass of Lightning's loops over a loader."""
-        if not self._sends:
+        if not self.sends:
             return _Pass(self, loader, begin)
         if not any(other is loader for other in self._compared):
             # Every rank still reads the first batch: a dataset that shards itself by rank would lose shards otherwise.
@@ -106,11 +109,11 @@ class SameBatches:
     @property
     def only_receives(self) -> bool:
         """Whether this rank gets its batches from another one."""
-        return self._sends and self._strategy.layout.model_parallel_size > 1 and not self.reads
+        return self.sends and self._strategy.layout.model_parallel_size > 1 and not self.reads
 
     def from_reader(self, value: Any) -> Any:
         """Return what the reading rank has; collective over the model copy if batches are sent."""
-        if not self._sends or self._strategy.layout.model_parallel_size == 1:
+        if not self.sends or self._strategy.layout.model_parallel_size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, group=model_copy_group(), group_src=0)

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.data.finetuning import stream_reader
@@ -19,7 +20,7 @@ from tests.distributed.test_resume import Run, Save
 from tests.support.chats import APPENDING, END, characters, exchanges, write
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import CP2, PP2, make_trainer
+from tests.support.toy import CP2, PP2, TP2, make_trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -64,6 +65,13 @@ def train(
     trainer = make_trainer(strategy, callbacks=[watch, save], **options)
     trainer.fit(gpt(), datamodule=data, ckpt_path=resume)
     return Run(watch.batches, watch.losses, save.places), watch
+
+
+def write_once(path: Path, rows: list[Any]) -> None:
+    """Write a file that all ranks read."""
+    if dist.get_rank() == 0:
+        write(path, rows)
+    dist.barrier()
 
 
 def samples(batches: list[str]) -> list[int]:
@@ -341,6 +349,23 @@ def test_a_run_with_whole_documents_resumes_bit_for_bit(tmp_path: Path) -> None:
 def test_what_has_no_whole_documents_is_refused(
     tmp_path: Path, strategy: dict[str, Any], options: dict[str, Any], about: str
 ) -> None:
-    write(tmp_path / "a.jsonl", exchanges(8))
+    write_once(tmp_path / "a.jsonl", exchanges(8))
     with refuses(ValueError, about):
         train(strategy, finetuning(str(tmp_path), **options), max_epochs=1)
+
+
+@on_ranks(4, timeout=180)
+def test_a_stream_that_one_rank_of_each_copy_reads_is_the_same_stream(tmp_path: Path) -> None:
+    """Two copies of two tensor-parallel ranks, packed and padded; only the ranks that read agree on each batch."""
+    write_once(tmp_path / "a.jsonl", exchanges(ROWS))
+    for packing in (True, False):
+        read, sent = (
+            train(
+                {**TP2, "broadcast_batches": sends},
+                finetuning(str(tmp_path), streaming=True, packing=packing),
+                max_epochs=2,
+            )[0]
+            for sends in (False, True)
+        )
+        assert len(read.batches) > 10
+        assert (sent.batches, sent.losses) == (read.batches, read.losses)

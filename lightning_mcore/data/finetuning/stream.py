@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
@@ -84,14 +85,15 @@ class StreamLoader:
         if self._num_workers:
             import datasets  # noqa: F401 - workers are forks: without it each imports it anew in every epoch
         items = iter(loader)
+        group = self._readers_group()
         dealer = self._dealer()
         try:
             while True:
                 item = running.take(items)
                 # Collective, once per batch. The ranks that still have a batch drop it here.
-                if not all_true(item is not None and item.failure is None):
-                    run_on_all_ranks(partial(_raise_failure, item))
-                    self._finish(running, items, item)
+                if not all_true(item is not None and item.failure is None, group):
+                    run_on_all_ranks(partial(_raise_failure, item), group)
+                    self._finish(running, items, item, group)
                     return
                 assert item is not None
                 assert item.batch is not None
@@ -156,6 +158,11 @@ class StreamLoader:
         """How many batches back a checkpoint may go."""
         return _AHEAD + (self._trainer.accumulate_grad_batches if self._trainer is not None else 1)
 
+    def _readers_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that agree on each batch: with ``broadcast_batches`` those that read, else all of them."""
+        strategy: Any = self._trainer.strategy if self._trainer is not None else None
+        return data_parallel_hosts() if getattr(getattr(strategy, "batches", None), "sends", False) else None
+
     def _dealer(self) -> RowDealer | None:
         """Return what deals out rows among the ranks; None for one rank, and for rows of one sample."""
         trainer = self._trainer
@@ -165,16 +172,18 @@ class StreamLoader:
         group = data_parallel_hosts() if is_ours else control_group()
         return RowDealer(group, lambda: trainer.accumulate_grad_batches)
 
-    def _finish(self, running: "_Epoch", items: Iterator[Item], item: Item | None) -> None:
+    def _finish(
+        self, running: "_Epoch", items: Iterator[Item], item: Item | None, group: dist.ProcessGroup | None
+    ) -> None:
         """Read to the end, to count what all ranks leave out, and log it."""
         dropped = 0
         while item is not None and item.failure is None:
             dropped += self._settings.batch_size
             item = running.take(items)
         # Collective again: a rank may fail in the batches that are only counted.
-        run_on_all_ranks(partial(_raise_failure, item))
+        run_on_all_ranks(partial(_raise_failure, item), group)
         mine = (self._rank, running.statistics, running.left_out + dropped)
-        found = {rank: (counts, rows) for rank, counts, rows in all_gather_object(mine)}
+        found = {rank: (counts, rows) for rank, counts, rows in all_gather_object(mine, group)}
         statistics = sum((counts for counts, _ in found.values()), PackingStatistics())
         rows = sum(rows for _, rows in found.values())
         if not running.batches:
