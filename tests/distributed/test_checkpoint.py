@@ -223,9 +223,18 @@ def move(first: Any, second: Any, module: Any, folder: str) -> list[Trained]:
     return [fit(Run(module=module, strategy=strategy), 2, resume=f"{folder}/last.ckpt") for strategy in (second, first)]
 
 
-@pytest.mark.parametrize(("module", "first"), [(Plain, "ddp"), (Plain, "mcore"), (Staged, "ddp")])
-def test_one_file_goes_from_ddp_to_ours_and_back(module: Any, first: str, tmp_path: Path) -> None:
-    ways = ("ddp", {}) if first == "ddp" else ({}, "ddp")
+@pytest.mark.parametrize(
+    ("module", "ways"),
+    [
+        (Plain, ("ddp", {})),
+        (Plain, ({}, "ddp")),
+        (Staged, ("ddp", {})),
+        pytest.param(Staged, ("ddp", SHARDED), marks=pytest.mark.thorough),
+        (Staged, ("ddp", LAYER_WISE)),
+    ],
+    ids=["plain-to-ours", "plain-to-ddp", "staged", "staged-to-shards", "staged-to-layer-wise"],
+)
+def test_one_file_goes_from_ddp_to_ours_and_back(module: Any, ways: tuple[Any, Any], tmp_path: Path) -> None:
     for moved, stayed in run_ranks(2, move, *ways, module, str(tmp_path)):
         assert moved.rates == stayed.rates
         assert moved.num_batches == stayed.num_batches

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.docker_context import context_files
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "examples" / "cluster" / "Dockerfile"
 SKIPPED = "apt-get "  # steps that begin with it: system packages, for which this machine's stand
@@ -70,9 +72,15 @@ class Image:
 
     def copy(self, source: str, target: str, *, stage: Path | None) -> None:
         """Copy from the context or from an earlier stage; files of a stage are linked, which is faster."""
-        origin = self.context / source if stage is None else stage / source.lstrip("/")
-        link = shutil.copy2 if stage is None else os.link
-        shutil.copytree(origin, self.inside(target), symlinks=True, copy_function=link)
+        if stage is not None:
+            origin = stage / source.lstrip("/")
+            shutil.copytree(origin, self.inside(target), symlinks=True, copy_function=os.link)
+            return
+        assert source == "."
+        for name in context_files(self.context):
+            place = Path(self.inside(target), name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(self.context / name, place)
 
     def step(self, instruction: str, rest: str) -> None:
         """Take one step of the file."""

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tests.support.docker_context import context_files
 from tests.support.ranks import free_port, program_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -201,6 +203,25 @@ def test_the_dockerfile_installs_what_the_project_declares() -> None:
     [torch] = re.findall(r"^TORCH \?= (\S+)", (EXAMPLES.parent / "Makefile").read_text(), re.MULTILINE)
     assert f"pip install {torch}\n" in text
     assert f"pip install {torch}\n" in (EXAMPLES / "cluster" / "skypilot.yaml").read_text()
+
+
+def test_an_image_is_built_from_the_package_alone(tmp_path: Path) -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True)
+    names = tracked.stdout.split()
+    package = {name for name in names if name.startswith("lightning_mcore/")}
+    more = (".git/HEAD", ".venv/bin/python", "build/a.whl", "lightning_mcore/__pycache__/a.cpython-311.pyc", "run.ckpt")
+    for name in (*names, *more):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((EXAMPLES.parent / name).read_bytes() if name in names else b"")
+    sent = set(context_files(tmp_path))
+    assert sent == {*package, "pyproject.toml", "README.md", "LICENSE"}
+    for name in {*names, *more} - sent:
+        (tmp_path / name).unlink()
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, timeout=SECONDS)
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == package
 
 
 @pytest.mark.parametrize("script", ["launch_single_node.sh", "launch_torchrun.sh", "launch_slurm.sh"])
