@@ -443,15 +443,16 @@ def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> Non
     The module is complete on every rank. Raises ``ValueError`` if the parameter groups differ in number or size.
     """
     saved_sizes = [len(group["params"]) for group in state["param_groups"]]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    groups = optimizer.whole_groups
+    sizes = list(map(len, groups))
     if saved_sizes != sizes:
         raise ValueError(
             f"the checkpoint's optimizer has parameter groups of {saved_sizes} tensors, but the one from"
             f" configure_optimizers has {sizes}; resume with the groups of the run that saved it"
         )
     saved: dict[int, dict[str, Any]] = {}
-    for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for parameter, index in zip(group["params"], saved_group["params"], strict=True):
+    for parameters, saved_group in zip(groups, state["param_groups"], strict=True):
+        for parameter, index in zip(parameters, saved_group["params"], strict=True):
             saved[id(parameter)] = state["state"].get(index) or {}
     for part in optimizer_parts(optimizer.megatron):
         for parameter, stepped, _, begin in () if part.is_stub_optimizer else _ranges(part):

@@ -37,6 +37,7 @@ class LayerWiseShares:
                 " rank kept only its own; return a new one for each run"
             )
         setattr(user, _SHARED_OUT, True)
+        self.groups = [list(group["params"]) for group in user.param_groups]  # with all ranks' parameters
         # Ranks that hold the same experts share those; all data- and context-parallel ranks share the other parameters.
         self._owners: dict[dist.ProcessGroup, list[tuple[Tensor, int]]] = defaultdict(list)
         # Of all groups so far: a group for each layer would otherwise give rank 0 the largest matrix of each.

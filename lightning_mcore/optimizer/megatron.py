@@ -137,6 +137,13 @@ class MCoreOptimizer(Optimizer):
         return self._shares is not None
 
     @property
+    def whole_groups(self) -> list[list[torch.Tensor]]:
+        """The parameters of each of the user's groups, including those that other ranks step."""
+        if self._shares is not None:
+            return self._shares.groups
+        return [group["params"] for group in self.param_groups]
+
+    @property
     def _steps_the_models_parameters(self) -> bool:
         return not (self.rebuilt or self._has_main_parameters or self.is_shared_out)
 

@@ -366,7 +366,8 @@ class Checkpoints:
             )
         if _SCHEDULE in checkpoint:
             advance_schedules(self._strategy.lr_scheduler_configs, checkpoint[_SCHEDULE])
-        distributed = self._strategy.gradients.distributed
+        gradients = self._strategy.gradients
+        distributed = gradients.distributed or gradients.use_layer_wise_distributed_optimizer
         for optimizer, saved in zip(optimizers, states, strict=False):
             if distributed and "megatron" in saved:
                 raise ValueError(
