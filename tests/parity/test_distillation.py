@@ -462,8 +462,10 @@ def test_a_checkpoint_is_a_teacher_too_and_validation_needs_none(tmp_path: Path)
 STORED = {"beta": 0.3, "kd_ratio": 0.9, "top_k": 7}
 
 
-def losses_of_files(layout: Layout, folder: str, files: str, packing: bool, **setting: Any) -> list[list[float]]:
-    """Train three steps on a file of exchanges; return each step's three losses."""
+def losses_of_files(
+    layout: Layout, folder: str, files: str, packing: bool, steps: int = 3, **setting: Any
+) -> list[list[float]]:
+    """Train some steps on a file of exchanges; return each step's three losses."""
     module = MCoreDistillation.from_pretrained(
         folder, Distillation(**STORED | setting), seq_length=LENGTH, recipe=Recipe(learning_rate=0.01)
     )
@@ -479,7 +481,7 @@ def losses_of_files(layout: Layout, folder: str, files: str, packing: bool, **se
         streaming=setting.get("stored") == "of a stream",
     )
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK), max_steps=3, callbacks=[losses]
+        MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK), max_steps=steps, callbacks=[losses]
     )
     trainer.fit(module, datamodule=data)
     return losses.seen
@@ -531,6 +533,26 @@ def test_stored_logits_train_like_the_teacher_on_every_layout(tmp_path: Path) ->
         packed, padded = wanted
         for found, expected in zip(rank, (packed, padded, rank[3], rank[3], padded), strict=True):
             assert np.array(found) == pytest.approx(np.array(expected), abs=LOSS)
+
+
+def stored_elsewhere(folder: str, teacher: str, files: str, out: str) -> list[list[list[float]]]:
+    """Store logits on four tensor-parallel ranks without a step; train on them on four data-parallel ranks."""
+    stored = losses_of_files(Layout(tp=4, sp=True), folder, files, False, steps=0, teacher=teacher, stored=out)
+    return [stored, losses_of_files(Layout(dp=4), folder, files, False, teacher="nowhere", stored=out)]
+
+
+def test_a_teacher_runs_on_a_layout_of_its_own(tmp_path: Path) -> None:
+    sizes = {"vocab_size": len(characters()), "num_key_value_heads": 4}
+    folder, teacher = (
+        str(save_tiny(family, tmp_path / family, **changes))
+        for family, changes in (("qwen2", sizes), ("llama", TEACHER | sizes))
+    )
+    write(tmp_path / "chats.jsonl", exchanges(60, longest=70, seed=5))
+    files = str(tmp_path / "chats.jsonl")
+    [[_, wanted]] = run_ranks(1, live, folder, teacher, files, timeout=120)
+    for stored, found in run_ranks(4, stored_elsewhere, folder, teacher, files, str(tmp_path / "stored"), timeout=240):
+        assert stored == []
+        assert np.array(found) == pytest.approx(np.array(wanted), abs=LOSS)
 
 
 # ---- the student's own answers
