@@ -60,6 +60,8 @@ class FineTuning(pl.LightningModule):
         ours: Whether the model is ours or that of transformers.
     """
 
+    transformer_impl: Any = "auto"
+
     def __init__(self, path: str, ours: bool) -> None:
         super().__init__()
         self.path, self.ours = path, ours
@@ -67,7 +69,7 @@ class FineTuning(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.ours:
-            self.model = hf_model(self, self.path)
+            self.model = hf_model(self, self.path, transformer_impl=self.transformer_impl)
         elif not hasattr(self, "model"):
             self.model = _of_transformers("AutoModelForCausalLM", self.path)
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreModule, MCorePrecision, MCoreStrategy
 from lightning_mcore.hf import hf_model
+from tests.parity.hf_modules import Writer, write_each
 from tests.support.hf_models import VOCAB_SIZE, tiny_folder
 from tests.support.ranks import run_ranks
 
@@ -79,3 +80,28 @@ def test_evaluation_and_generation_use_the_weights_of_the_last_step(tmp_path: Pa
         assert torch.equal(loss, fresh_loss)
         assert torch.equal(scores, fresh_scores)
     assert len({float(each[0]) for each in found}) == STEPS  # the steps change the loss
+
+
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2": ("llama", TP2),
+    "latent": ("deepseek_v3", TP2),
+    "window": ("mistral", {"pipeline_model_parallel_size": 2}),
+}
+
+
+def write_with_transformer_engine(runs: dict[str, Any]) -> dict[str, Any]:
+    """Return what :func:`write_each` does."""
+    Writer.transformer_impl = "transformer_engine"
+    return write_each(runs)
+
+
+def test_padded_prompts_are_continued_with_a_cache_as_transformers_does() -> None:
+    runs = {name: (str(tiny_folder(model)), layout) for name, (model, layout) in LAYOUTS.items()}
+    of_transformers = {model: (str(tiny_folder(model)), "auto") for model, _ in LAYOUTS.values()}
+    one = run_ranks(1, write_each, of_transformers)[0]
+    for found in run_ranks(2, write_with_transformer_engine, runs, timeout=120):
+        for name, (model, _) in LAYOUTS.items():
+            tokens, _, widths = found[name]
+            assert torch.equal(tokens, one[model][0]), name
+            assert widths[1:] == [1] * (len(widths) - 1), name
