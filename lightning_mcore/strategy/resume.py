@@ -231,15 +231,16 @@ class ExactResume:
         before_fetch = fit.epoch_loop._on_before_fetch
 
         def keep() -> None:
-            fetcher = fit._data_fetcher
+            fetcher, loaders = fit._data_fetcher, fit._combined_loader.flattened
             # Source: ``_PrefetchDataFetcher`` (2.6) reads one batch ahead if the length is unknown, to find the last.
             number = fit.epoch_loop.batch_progress.current.ready + (fetcher.length is None)
             begins_window, is_last = number % fit.trainer.accumulate_grad_batches == 0, number + 1 == fetcher.length
             if (begins_window or is_last) and not self._strategy.batches.only_receives:
-                states = _states(fit._combined_loader.flattened, number)
+                states = _states(loaders, number)
                 if begins_window:
                     self._states_of_window = number, states
-                self._states_before_last = states if is_last else None
+                # end_pass() reads one loader's last batch again.
+                self._states_before_last = states if is_last and len(loaders) == 1 else None
             before_fetch()
 
         self._restores.enter_context(mock.patch.object(fit.epoch_loop, "_on_before_fetch", keep))

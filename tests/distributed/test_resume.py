@@ -366,6 +366,11 @@ class Continuing(Remembering):
         self.done = state["done"]
 
 
+def continuing() -> CombinedLoader:
+    """Return two loaders that go on where they were cut off, side by side."""
+    return CombinedLoader({"long": Continuing(), "short": Continuing()}, "min_size")
+
+
 def torchdata(size: int, **arguments: Any) -> Any:
     """Return a loader that makes its iterator, and draws its order, when its state is asked for."""
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -562,6 +567,13 @@ CASES: dict[str, Case] = {
         data=Continuing,
         moments=("batch 2", "batch 4", "epoch 0", "batch 6"),
         trainer={"max_epochs": 3, "limit_train_batches": 4},
+    ),
+    "stateful-continuing-beside": Case(
+        module=Pairs,
+        data=continuing,
+        moments=("batch 1", "epoch 0"),
+        trainer={"max_epochs": 3, "limit_train_batches": 4},
+        world_size=1,
     ),
     "stateful-validated": Case(
         module=Dropping,
