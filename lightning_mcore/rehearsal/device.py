@@ -452,8 +452,8 @@ def _of_groups(answers: Answers) -> list[tuple[Any, str, Any]]:
         answers.broadcast(box, ranks[-1], ranks)
         return box[0]
 
-    def combine_on_rank0(function: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
-        return combine([function()] * dist.get_world_size())
+    def combine_on_rank0(function: Callable[[], Any], combine: Callable[[list[Any]], Any], group: Any = None) -> Any:
+        return combine([function()] * dist.get_world_size(group))
 
     # Modules that have imported them by name keep the originals, so they are replaced in each of them.
     users = [module for name, module in list(sys.modules.items()) if name.startswith("lightning_mcore.")]
