@@ -340,12 +340,15 @@ class Activations:
         # A teacher's hidden states: received in one tensor with the student's, sent in one, and kept for the loss.
         taught, in_teacher = self._of_teacher
         kept += taught * ((not chunk.embedding) + sent + chunk.output)
-        kept += chunk.pairs * self._distance
+        # Pairs of hidden states: their difference in fp32, or both; while compared, also the teacher's as they were
+        compared = self._taught_in_fp32
+        kept += chunk.pairs * compared * (1 if fields.hidden_loss == "mse" else 2)
+        in_pairs = chunk.pairs * taught + 2 * compared if chunk.pairs else 0.0
         rows = run.batch.micro_batch_size * chunk.embedding
         of_tower, of_worst = tower_bytes(fields, run.layout, rows, form.parameter)
         in_layers = again + self._in_layer(any(fields.is_moe[layer] for layer in chunk.layers))
         at_output = self._at_output() + self._logits_of_teacher if chunk.output else 0.0
-        beside = max(at_output, in_layers - output, of_worst - kept, in_teacher - kept, 0.0)
+        beside = max(at_output, in_layers - output, of_worst - kept, in_teacher - kept, in_pairs - output, 0.0)
         return kept + of_tower, beside
 
     def left(self, chunk: ChunkLayers, done: int) -> float:
@@ -373,13 +376,11 @@ class Activations:
         return teacher._hidden, teacher._in_layer(any(teacher.run.fields.is_moe))
 
     @property
-    def _distance(self) -> float:
-        """Bytes that the distance of a pair of hidden states keeps, in fp32: their difference, or both of them."""
+    def _taught_in_fp32(self) -> float:
+        """Bytes of a teacher's hidden states between two layers, in fp32."""
         teacher = self.run.fields.teacher
-        if teacher is None:
-            return 0.0
-        states = 1 if self.run.fields.hidden_loss == "mse" else 2
-        return self._weigh([Row("hidden states", states * teacher.hidden_size, FP32, "sequence")])
+        width = 0 if teacher is None else teacher.hidden_size
+        return self._weigh([Row("hidden states", width, FP32, "sequence")])
 
     @property
     def _logits_of_teacher(self) -> float:
