@@ -97,12 +97,9 @@ def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
 
     ``because`` says in the error why the model is known to have experts.
     """
-    # Dense models have no dispatcher. None means Megatron's default, which is allgather.
-    if arguments.variable_seq_lengths and experts and arguments.moe_token_dispatcher_type in (None, "allgather"):
-        given = arguments.moe_token_dispatcher_type
-        shown = f"={given!r}" if given else ", whose default is 'allgather',"
+    if arguments.variable_seq_lengths and experts and arguments.moe_token_dispatcher_type == "allgather":
         raise ValueError(
-            f"variable_seq_lengths=True contradicts moe_token_dispatcher_type{shown} in a model with experts"
+            f"variable_seq_lengths=True contradicts moe_token_dispatcher_type='allgather' in a model with experts"
             f" ({because}); set moe_token_dispatcher_type='alltoall', or variable_seq_lengths=False"
         )
 

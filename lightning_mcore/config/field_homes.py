@@ -18,8 +18,14 @@ from typing import Any
 from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.layout import ParallelLayout
 
-DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
-"""Our defaults that differ from Megatron's: no dropout (Megatron: 0.1), and equal weight for every token."""
+DEFAULTS: dict[str, Any] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "calculate_per_token_loss": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
+"""Our defaults that differ from Megatron's: no dropout (Megatron: 0.1), equal weight for every token, and ranks that
+share experts may have batches of different shapes (Megatron's ``allgather`` needs equal ones)."""
 
 # Fields of TransformerConfig without a default
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")

@@ -47,10 +47,7 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 Head = Literal["causal-lm", "sequence-classification", "hidden-states"]
 _Compute = Callable[[Callable[..., Tensor]], Tensor]  # calls a function with the output of the last stage
 _BUILT = "_hf_model"
-_DEFAULTS = {
-    "mtp_num_layers": None,  # transformers does not run these layers
-    "moe_token_dispatcher_type": "alltoall",  # allgather needs batches of one shape on all data-parallel ranks
-}
+_DEFAULTS = {"mtp_num_layers": None}  # transformers does not run these layers
 _WITHOUT_EFFECT = ("use_cache", "return_dict")
 _OF_LAYERS = "the layers are Megatron's, each rank has a part of them, and hf_named_parameters() gives their weights"
 _BEFORE = "change the model with transformers, save it, and give its folder to hf_model()"

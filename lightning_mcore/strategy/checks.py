@@ -7,9 +7,9 @@ that the strategy makes when it gets the module. The rules themselves are in ``c
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -33,11 +33,14 @@ from lightning_mcore.config.rules.strategy import expert_faults, precision_fault
 from lightning_mcore.config.value_checks import require_flag, require_instance, require_size
 from lightning_mcore.optimizer.rules import optimizer_device_faults
 from lightning_mcore.parallel.consensus import all_gather_object
+from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy.fp8_checks import FP8Machine, check_fp8
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.overlap import queue_hint
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
 P = ParamSpec("P")
@@ -297,6 +300,38 @@ def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> 
             f" expert_model_parallel_size={expert_parallel_size} requires the same number on each of them;"
             " make the number of samples a multiple of the batch size times the data-parallel size"
         )
+
+
+def fixed_dispatch(config: "TransformerConfig") -> str | None:
+    """Return the setting that makes ranks with shared experts send equal numbers of tokens; None if there is none."""
+    if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
+        return "moe_token_dispatcher_type='allgather'"
+    if config.num_moe_experts and config.moe_pad_expert_input_to_capacity:
+        return "moe_pad_expert_input_to_capacity=True"
+    return None
+
+
+def check_dispatched_shapes(config: "TransformerConfig", shapes: Sequence[tuple[int, int] | None]) -> None:
+    """Raise ``ValueError`` on all ranks if ranks that share experts have microbatches of unequal shapes (a hang).
+
+    ``shapes`` are (sequence length, rows) of this rank's microbatches; collective if a setting requires equal ones.
+    """
+    setting, group = fixed_dispatch(config), process_group("experts")
+    if setting is None or group.size() == 1:
+        return
+    found: dict[int, list[Any]] = {}  # of each group that shares experts, by its first rank
+    for first, of_rank in all_gather_object((dist.get_process_group_ranks(group)[0], list(shapes))):
+        found.setdefault(first, []).append(of_rank)
+    for of_group in found.values():
+        for microbatch in zip(*of_group, strict=False):
+            sizes = sorted({shape for shape in microbatch if shape is not None})
+            if len(sizes) > 1:
+                shown = " and ".join(f"{rows} x {length}" for length, rows in sizes)
+                raise ValueError(
+                    f"{setting} sends equal numbers of tokens from all ranks that share experts, but their microbatches"
+                    f" have {shown} tokens; choose moe_token_dispatcher_type='alltoall' without padding to capacity, or"
+                    " pad all batches to one length"
+                )
 
 
 def stop_iteration_is_an_error(hook: Callable[P, T]) -> Callable[P, T]:

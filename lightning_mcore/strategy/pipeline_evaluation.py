@@ -27,6 +27,7 @@ from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.groups import from_last_stage, process_group
 from lightning_mcore.parallel.pipeline import StageOutput
+from lightning_mcore.strategy.checks import check_dispatched_shapes, fixed_dispatch
 from lightning_mcore.strategy.module import MCoreModule, rows_of
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class PipelineEvaluation:
         rows_of_others = self._strategy.logs.rows_of_others if drops_repeated else 0
         num_parts = self._agree_on_num_parts(len(parts), part_rows, rows_of_others)
         padded = [*parts, *[parts[-1].as_padding()] * (num_parts - len(parts))]
+        check_dispatched_shapes(self._chunks.config, [part.shape for part in padded])
         with self._bf16_where_fp8_does_not_fit(parts):
             outputs, _ = self._runner.run_step(step, padded)
         return self._whole_output(step, parts, outputs[: len(parts)], part_rows) if shares_output else None
@@ -77,8 +79,7 @@ class PipelineEvaluation:
         micro_batch_size = self._strategy.micro_batch_size
         config = self._chunks.config
         group = process_group("experts")
-        needs_equal_rows = config.moe_token_dispatcher_type == "allgather" or config.moe_pad_expert_input_to_capacity
-        if not config.num_moe_experts or not needs_equal_rows or group.size() == 1:
+        if fixed_dispatch(config) is None or group.size() == 1:
             return micro_batch_size
         # These dispatchers exchange the same number of tokens on all ranks. Batches of 3 rows on one rank and 2 on
         # another run as 3 parts of one row on both.

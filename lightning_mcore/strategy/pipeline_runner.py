@@ -57,7 +57,12 @@ from lightning_mcore.parallel.consensus import run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
 from lightning_mcore.parallel.stage_shapes import shapes_sent_between_hosts
-from lightning_mcore.strategy.checks import check_backward_is_free, check_not_compiled, check_steps_take_batches
+from lightning_mcore.strategy.checks import (
+    check_backward_is_free,
+    check_dispatched_shapes,
+    check_not_compiled,
+    check_steps_take_batches,
+)
 from lightning_mcore.strategy.fp8_checks import check_chunks
 from lightning_mcore.strategy.module import MCoreModule, split_rows
 from lightning_mcore.strategy.pipeline_evaluation import PipelineEvaluation
@@ -232,6 +237,7 @@ class PipelineRunner:
             check_microbatch(self._strategy.precision_plugin.fp8, microbatch.shape, self._layout)
         num_batches = round(sum(microbatch.weight for microbatch in microbatches))
         padded = self._pad(microbatches)
+        check_dispatched_shapes(self._chunks.config, [microbatch.shape for microbatch in padded])
         get_loss = partial(
             self._loss_and_function,
             factor=_mean_loss_factor(len(padded), num_batches, self._layout.context_parallel_size),

@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoModelForCausalLM
 
-from lightning_mcore import MCoreStrategy
+from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy.logs.auxiliary import layers_with_experts, router_losses
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.global_tensors import assemble, spread
-from tests.support import tiny
+from tests.support import tiny, toy
+from tests.support.hf_models import tiny_folder
 from tests.support.layouts import Layout
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.tiny import Recipe
 
 pytestmark = pytest.mark.distributed
@@ -193,3 +199,79 @@ def test_what_routers_record_follows_from_the_config(
     assert (router_losses(config), layers_with_experts(config)) == (losses, layers)
     dense = tiny.make_config(tiny.TRANSFORMER)
     assert (router_losses(dense), layers_with_experts(dense)) == ([], [])
+
+
+# ---- batches of different shapes on ranks that share experts
+
+LENGTHS = (9, 5, 12, 12, 3, 8, 7, 7)
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "learning_rate": 0.1}
+SGD |= {"lr_scheduler_type": "constant"}
+
+
+def _rows() -> list[dict[str, torch.Tensor]]:
+    """Return rows of 3 to 12 tokens, each a batch of its own."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(100, (1, length + 1), generator=generator) for length in LENGTHS]
+    return [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in drawn]
+
+
+class KeepsLosses(MCoreGPT):
+    """Keeps the loss of each step; each model copy reads every second row."""
+
+    def train_dataloader(self) -> Any:
+        copies, rows = process_group("dp"), _rows()
+        sampler = DistributedSampler(rows, copies.size(), copies.rank(), shuffle=False)  # type: ignore[arg-type]
+        return DataLoader(rows, sampler=sampler, collate_fn=lambda taken: taken[0])  # type: ignore[arg-type]
+
+    def on_train_start(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
+
+
+def _losses_of_unequal_rows(folder: str, strategy: dict[str, Any], transformer: dict[str, Any]) -> list[float]:
+    module = KeepsLosses.from_pretrained(folder, seq_length=16, transformer=transformer, recipe=SGD)
+    toy.make_trainer({"expert_model_parallel_size": 2, **strategy}, use_distributed_sampler=False).fit(module)
+    return module.losses
+
+
+def _losses_of_transformers(folder: str) -> list[float]:
+    """Return the losses of four steps of two rows each, with transformers and a step written out."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    losses = []
+    rows = _rows()
+    for pair in zip(rows[::2], rows[1::2], strict=True):
+        summed = [
+            functional.cross_entropy(model(row["tokens"]).logits[0], row["labels"][0], reduction="sum") for row in pair
+        ]
+        loss = sum(summed) / sum(row["tokens"].numel() for row in pair)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("strategy", [{}, {"pipeline_model_parallel_size": 2}], ids=["ep2", "ep2-pp2"])
+def test_ranks_that_share_experts_may_have_rows_of_different_lengths(strategy: dict[str, Any]) -> None:
+    folder = str(tiny_folder("mixtral"))
+    ranks = 2 * strategy.get("pipeline_model_parallel_size", 1)
+    found = run_ranks(ranks, _losses_of_unequal_rows, folder, strategy, {})
+    assert found == [pytest.approx(_losses_of_transformers(folder), rel=2e-5)] * ranks
+
+
+@pytest.mark.parametrize(
+    "transformer",
+    [
+        {"moe_token_dispatcher_type": "allgather"},
+        {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
+    ],
+    ids=["allgather", "padded to capacity"],
+)
+def test_what_needs_rows_of_one_length_says_so_on_every_rank(transformer: dict[str, Any]) -> None:
+    with refuses(RanksFailedError, "have 1 x 5 and 1 x 9 tokens") as raised:
+        run_ranks(2, _losses_of_unequal_rows, str(tiny_folder("mixtral")), {}, transformer)
+    assert all("1 x 5 and 1 x 9" in raised.value.errors[rank] for rank in (0, 1))

@@ -62,6 +62,7 @@ def test_defaults_that_differ_from_megatrons() -> None:
         ("hidden_dropout", 0.1, 0.0),
         ("attention_dropout", 0.1, 0.0),
         ("calculate_per_token_loss", False, True),
+        ("moe_token_dispatcher_type", "allgather", "alltoall"),
     ):
         assert (megatrons[name], getattr(ours, name)) == (theirs, here)
     # Megatron-LM's flags: --position-embedding-type learned_absolute, and no --untie-embeddings-and-output-weights

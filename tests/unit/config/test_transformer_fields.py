@@ -111,11 +111,12 @@ def test_plain_data_becomes_what_megatron_wants() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # what build_transformer_config silences
-def test_our_defaults_are_three_and_the_rest_is_megatrons() -> None:
+def test_our_defaults_are_four_and_the_rest_is_megatrons() -> None:
     ours, theirs = build_transformer_config(TINY, {}), TransformerConfig(**TINY)
     changed = {f.name for f in dataclasses.fields(ours) if getattr(ours, f.name) != getattr(theirs, f.name)}
     changed -= {"init_method", "output_layer_init_method", "embedding_init_method"}  # made anew for each config
-    assert changed == {"hidden_dropout", "attention_dropout", "calculate_per_token_loss"}
+    dropout = {"hidden_dropout", "attention_dropout"}
+    assert changed == {*dropout, "calculate_per_token_loss", "moe_token_dispatcher_type"}
 
 
 def test_given_fields_win_over_our_defaults() -> None:

@@ -290,7 +290,13 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     ),
     "width of experts without experts": (run_with({"moe_ffn_hidden_size": 32}), "experts"),
     "shared overlap with allgather": (
-        moe({"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}),
+        moe(
+            {
+                "moe_shared_expert_intermediate_size": 32,
+                "moe_shared_expert_overlap": True,
+                "moe_token_dispatcher_type": "allgather",
+            }
+        ),
         "moe_shared_expert_overlap only works with alltoall",
     ),
     "capacity with sinkhorn": (
