@@ -58,8 +58,10 @@ def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
                 local = os.path.join(folder, os.path.basename(root))
                 fs.get_file(root, local)
-        if os.path.isfile(local):  # otherwise Lightning fetches it, or reports the error
+        if os.path.isfile(local):
             _check_file(path, local, checksums)
+        elif "://" not in local:  # which Lightning fetches
+            raise FileNotFoundError(f"{path} does not exist; give the path of a checkpoint")
         yield local
 
 

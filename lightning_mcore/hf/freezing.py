@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
-from lightning_mcore.config.lora import AdaptedModel, Trained
+from lightning_mcore.config.lora import EMBEDDING, OUTPUT, AdaptedModel, Trained
 from lightning_mcore.hf.adapters import NEVER_TRAINED, tensor_names, weights_of_chunk
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_map import WeightMap
@@ -26,6 +26,11 @@ def check_trained(family: Family, fields: Mapping[str, Any], train_only: Sequenc
     known = [name for names in weights for name in names]
     for part in train_only:
         if not any(part in name for name in known):
+            if part.strip(".").startswith(OUTPUT) and any(EMBEDDING in name for name in known):
+                raise ValueError(
+                    f"train_only has {part!r}, and the output layer of this model is its embedding; name {EMBEDDING!r},"
+                    " which trains both"
+                )
             words = sorted({word for name in known for word in name.split(".") if not word.isdigit()})
             near = difflib.get_close_matches(part.strip(".").rpartition(".")[2], words, 3) or words
             raise ValueError(

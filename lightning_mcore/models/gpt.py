@@ -95,12 +95,14 @@ class MCoreGPT(SpeedLogs):
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
     the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
     (of all ranks together, without known padding and validation time) and ``model_tflops`` (per device, in TFLOP/s;
-    ``config/flops.py`` says what is counted). The strategy adds the losses of routers and of multi-token prediction
-    (``strategy/logs/auxiliary.py``).
+    ``config/flops.py`` says what is counted). A callback's ``on_train_batch_end`` runs before the module logs these
+    three, so it sees those of the step before in ``trainer.callback_metrics``. The strategy adds the losses of routers
+    and of multi-token prediction (``strategy/logs/auxiliary.py``).
 
     Args:
         vocab_size: Number of existing tokens. The embedding is padded; see ``make_vocab_size_divisible_by``.
-        seq_length: Tokens per sequence.
+        seq_length: Tokens per sequence, for which the layout is checked and ``plan`` estimates memory and speed. Longer
+            rows are trained too, and need more memory; a model with learned positions raises an error.
         transformer: Fields of Megatron's ``TransformerConfig`` (``MLATransformerConfig`` with
             ``multi_latent_attention``); ``num_layers``, ``hidden_size`` and ``num_attention_heads`` at least. They are
             plain data: an activation by its name, such as ``"silu"``, and any other function by its import path.
@@ -490,6 +492,16 @@ class MCoreGPT(SpeedLogs):
                 "with its **kwargs; create the module yourself and call load_weights(path) in its configure_model()"
             )
 
+    @property
+    def learning_rate(self) -> float:
+        """``recipe.learning_rate``; Lightning's learning rate finder reads and sets it, between two runs."""
+        return self.recipe.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self.recipe = replace(self.recipe, learning_rate=value)
+        self.hparams["recipe"] = self.recipe.plain()
+
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTChunk:
         """Build one chunk, with the embedding if ``pre_process``, and with the output layer if ``post_process``."""
         impl = self._impl(self._device_type())
@@ -524,7 +536,9 @@ class MCoreGPT(SpeedLogs):
         return microbatch_shape(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Check on the host that tokens and labels are in the vocabulary, sequences fit and there are no images.
+        """Check on the host that tokens and labels are in the vocabulary and that there are no images.
+
+        Sequences must fit learned positions and a sparse attention's indexer; others may exceed ``seq_length``.
 
         Raises:
             ValueError: The batch has a fault; a label outside the vocabulary would silently have no loss. Ranks that

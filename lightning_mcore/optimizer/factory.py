@@ -36,7 +36,7 @@ from lightning_mcore.optimizer.megatron import (
 )
 from lightning_mcore.optimizer.muon import MuonWithAdamW, Placement, place_matrices
 from lightning_mcore.optimizer.parts import GROUP_INDEX, follow_user_groups, optimizer_parts
-from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults
+from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults, several_optimizers
 from lightning_mcore.parallel.chunks import WrappedChunk, shards_shown
 from lightning_mcore.parallel.groups import process_group
 
@@ -62,13 +62,20 @@ class OptimizerSetting:
         return bool(self.precision["params_dtype"] != torch.float32)
 
 
-def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+def configure_optimizers(
+    module: pl.LightningModule, needs_one: str | None
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Return what the module's ``configure_optimizers`` returns, as Lightning reads it.
 
-    Raises ``ValueError`` if an optimizer has no parameters, for example on a pipeline stage that is completely frozen.
+    ``needs_one`` is what allows only one optimizer. Raises ``TypeError`` for several with it, ``ValueError`` if an
+    optimizer has no parameters, for example on a pipeline stage that is completely frozen.
     """
     try:
-        return _init_optimizers_and_lr_schedulers(module)
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    except RuntimeError as error:  # Lightning's, which recommends manual optimization
+        if needs_one is not None and "multiple optimizers" in str(error):
+            raise several_optimizers(needs_one) from error
+        raise
     except ValueError as error:
         if "empty parameter list" in str(error):
             raise ValueError(
@@ -76,6 +83,9 @@ def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], l
                 "because some stages may train none"
             ) from error
         raise
+    if needs_one is not None and len(optimizers) > 1:
+        raise several_optimizers(needs_one)
+    return optimizers, schedulers
 
 
 def make_optimizer(user: Optimizer, chunks: Sequence[WrappedChunk], setting: OptimizerSetting) -> MCoreOptimizer:

@@ -13,7 +13,7 @@ in ``factory.py``, on every rank, before Megatron creates anything. The ``faults
 raises the first sentence, ``lightning-mcore plan`` collects all.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.config.field_homes import (
@@ -195,21 +195,22 @@ def megatron_fields(user: "Optimizer") -> dict[str, Any] | None:
     return None
 
 
-def check_number_of_optimizers(
-    optimizers: "Sequence[Optimizer]", inline: bool, distributed: bool, overlap_grad_reduce: bool
-) -> None:
-    """Raise ``TypeError`` for several optimizers if Megatron uses one for all parameters, or sums all at once."""
+def what_needs_one_optimizer(inline: bool, distributed: bool, overlap_grad_reduce: bool) -> str | None:
+    """Return what allows only one optimizer, because Megatron uses one for all parameters, or sums all at once."""
     reasons = {
         "a model built with pipeline()": not inline,
         "use_distributed_optimizer=True": distributed,
         "overlap_grad_reduce=True": overlap_grad_reduce,
     }
-    because = next((reason for reason, holds in reasons.items() if holds), None)
-    if len(optimizers) > 1 and because is not None:
-        raise TypeError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and {because} needs one over all "
-            "parameters; create one with several parameter groups"
-        )
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def several_optimizers(because: str) -> TypeError:
+    """Return the error for several optimizers."""
+    return TypeError(
+        f"configure_optimizers returned several optimizers, and {because} needs one over all parameters; create one"
+        " with several parameter groups"
+    )
 
 
 def check_not_summed(optimizers: Iterable[Any]) -> None:

@@ -355,9 +355,15 @@ class PipelineRunner:
         calls = self._pipeline.num_calls - calls_before
         may_call_again = self._pipeline.takes_whole_batches and not self._pipeline.is_staged  # a HF model, on one stage
         if calls != 1 and not may_call_again:
+            name = f"{type(self._module).__name__}.{step}"
+            if calls == 0 and output is None:
+                raise RuntimeError(
+                    f"{name} returned None without calling the model built with pipeline(), whose stages all run every"
+                    " microbatch; to skip a batch, leave it out of the data, or call the model and return its loss"
+                    " times 0"
+                )
             raise RuntimeError(
-                f"{type(self._module).__name__}.{step} called the model built with pipeline() {calls} times; a step"
-                " must call it exactly once"
+                f"{name} called the model built with pipeline() {calls} times; a step must call it exactly once"
             )
         return output
 

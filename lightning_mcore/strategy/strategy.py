@@ -54,7 +54,7 @@ from lightning_mcore.layers.spec import attention_environment_restored
 from lightning_mcore.optimizer.factory import configure_optimizers, make_optimizer
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_after_run
 from lightning_mcore.optimizer.plateau import agree_on_plateaus
-from lightning_mcore.optimizer.rules import check_number_of_optimizers, check_optimizer_config
+from lightning_mcore.optimizer.rules import check_optimizer_config, what_needs_one_optimizer
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.chunks import (
@@ -410,12 +410,12 @@ class MCoreStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Create the optimizers of ``configure_optimizers`` so that ``step`` runs Megatron's optimizer step."""
         self._reset_optimizers_and_schedulers()
-        optimizers, self.lr_scheduler_configs = run_on_all_ranks(lambda: configure_optimizers(self._module))
-        agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
         ddp_config = self.gradients.megatron_config()
-        check_number_of_optimizers(
-            optimizers, self.inline, ddp_config.use_distributed_optimizer, ddp_config.overlap_grad_reduce
+        needs_one = what_needs_one_optimizer(
+            self.inline, ddp_config.use_distributed_optimizer, ddp_config.overlap_grad_reduce
         )
+        optimizers, self.lr_scheduler_configs = run_on_all_ranks(lambda: configure_optimizers(self._module, needs_one))
+        agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
         setting = self.precision_plugin.optimizer_setting(
             self.layout,
             ddp_config,

@@ -188,6 +188,32 @@ def test_one_process_starts_from_the_weights_of_the_model(model: Path, loss: flo
     assert metrics["val_loss"] == pytest.approx(loss, rel=1e-5)
 
 
+def fit_rows_beyond_seq_length(model: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the first step of each layout logs, for a model whose ``seq_length`` is a quarter of its rows."""
+    logged = []
+    for layout in layouts:
+        module = MCoreGPT.from_pretrained(model, seq_length=SEQ_LENGTH // 4, recipe=Recipe(optimizer="sgd"))
+        trainer = make_trainer(layout, max_steps=1, accumulate_grad_batches=4)
+        trainer.fit(module, data())
+        logged.append({name: float(trainer.callback_metrics[name]) for name in ("train_loss", "grad_norm")})
+    return logged
+
+
+def test_rows_longer_than_seq_length_train_as_in_transformers(model: Path, loss: float) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    for batch in data():
+        logits = reference(batch["tokens"]).logits.transpose(1, 2)
+        (functional.cross_entropy(logits, batch["labels"]) / 4).backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()]))
+    layouts = [PP2, PP2 | {"micro_batch_size": 1}, TP2, {"context_parallel_size": 2}]
+    for rank in run_ranks(2, fit_rows_beyond_seq_length, str(model), layouts, timeout=120):
+        for layout, logged in zip(layouts, rank, strict=True):
+            wanted = {"train_loss": loss, "grad_norm": norm}
+            assert logged == pytest.approx(wanted, rel=1e-5), layout
+
+
 @pytest.mark.parametrize("name", ["trained", "own, trained"])
 def test_what_was_trained_is_not_read_again(name: str, started: tuple[dict[str, Any], Path], loss: float) -> None:
     assert started[0][name] < 0.98 * loss

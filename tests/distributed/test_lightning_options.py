@@ -29,9 +29,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_mcore import MCoreGPT, Recipe
 from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import PP2, Batch, PlainNet, Samples, StagedNet, loader, make_trainer, weights
+from tests.support.toy import PP2, Batch, PlainNet, Samples, StagedNet, loader, make_trainer, texts, weights
 
 pytestmark = pytest.mark.distributed
 
@@ -329,6 +330,33 @@ def test_the_tools_around_the_loop(
             assert expected <= set(rank[profiler]), profiler
         if number == 0:
             assert rank["csv"] == ddp_tools["csv"]
+
+
+def find_learning_rate(folder: str) -> dict[str, Any]:
+    """Let the finder choose the learning rate of an MCoreGPT, and fit; return both rates and those of the finder."""
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
+    module = MCoreGPT(32, 8, sizes, recipe=Recipe(lr_scheduler_type="constant"))
+    trainer = make_trainer(PP2, max_steps=1, default_root_dir=folder)
+    data = texts(20, 8, 32)
+    found = Tuner(trainer).lr_find(module, data, num_training=16, min_lr=1e-4, max_lr=1.0, early_stop_threshold=None)
+    assert found is not None
+    trainer.fit(module, data)
+    return {
+        "tried": found.results["lr"],
+        "suggestion": found.suggestion(),
+        "recipe": module.recipe.learning_rate,
+        "recorded": module.hparams["recipe"]["learning_rate"],
+        "optimizer": {group["lr"] for group in trainer.optimizers[0].param_groups},
+    }
+
+
+def test_the_finder_sets_the_learning_rate_of_a_recipe(tmp_path: Path) -> None:
+    for rank in run_ranks(2, find_learning_rate, str(tmp_path), timeout=120):
+        assert rank["tried"] == pytest.approx([1e-4 * 1e4 ** (step / 16) for step in (0, *range(2, 17))])
+        found = rank["suggestion"]
+        assert found is not None
+        assert rank["recipe"] == rank["recorded"] == found
+        assert rank["optimizer"] == {found}
 
 
 # Evaluation and prediction with loaders that the ranks do not share evenly

@@ -389,6 +389,13 @@ class TwoOptimizers(PlainNet):
         return [torch.optim.AdamW(layer.parameters()) for layer in (self.net[0], self.net[2])]
 
 
+class TwoOptimizersOfOneStep(StagedNet):
+    """Has two optimizers, for which Lightning recommends manual optimization."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW([parameter]) for parameter in list(self.parameters())[:2]]
+
+
 class ByAll(torch.optim.SGD):
     """Steps by the norm over all parameters."""
 
@@ -445,6 +452,7 @@ AFTER_BUILDING: dict[str, Case] = {
         strategy={TP: 2}, module=partial(StagedNet, torch.optim.Adafactor), error=TypeError
     ),
     "two-optimizers-of-shards": Case(strategy=SHARDED, module=TwoOptimizers, error=TypeError),
+    "two-optimizers-of-a-pipeline": Case(strategy={PP: 2}, module=TwoOptimizersOfOneStep, error=TypeError),
     "lbfgs-of-a-pipeline": Case(strategy={PP: 2}, module=partial(StagedNet, torch.optim.LBFGS), error=TypeError),
     "sync-batchnorm": Case(trainer={"sync_batchnorm": True}),
     "few-rows": Case(strategy={PP: 2, VP: 2, "micro_batch_size": 2}),
@@ -493,6 +501,10 @@ def never(module: StagedNet, batch: Batch) -> Any:
     return batch["x"].mean()
 
 
+def skips(module: StagedNet, batch: Batch) -> Any:
+    return None
+
+
 def with_tokens(module: StagedNet, batch: Batch) -> Any:
     return {"loss": module.predictions(batch).mean(), "num_tokens": 3}
 
@@ -526,6 +538,7 @@ def logs_over_a_group(module: StagedNet, batch: Batch) -> Any:
 IN_A_STEP: dict[str, Case] = {
     "twice": Case(module=partial(Step, twice), error=RuntimeError),
     "never": Case(module=partial(Step, never), error=RuntimeError),
+    "skips": Case(module=partial(Step, skips), error=RuntimeError),
     "tokens": Case(module=partial(Step, with_tokens)),
     "no-tokens": Case(module=partial(Step, without_tokens, calculate_per_token_loss=True)),
     "nothing": Case(module=partial(Step, nothing), error=TypeError),

@@ -73,3 +73,8 @@ def test_what_a_file_cannot_train_is_refused(keys: dict[str, Any]) -> None:
 def test_a_choice_of_weights_that_cannot_be_is_a_sentence(settings: dict[str, Any], error: type[Exception]) -> None:
     with refuses(error, *settings):
         MCoreGPT.from_pretrained(str(tiny_folder("llama")), **settings).check_settings()
+
+
+def test_the_output_layer_of_a_tied_model_is_its_embedding() -> None:
+    with refuses(ValueError, "name 'embed_tokens', which trains both"):
+        MCoreGPT.from_pretrained(str(tiny_folder("qwen2")), train_only=["lm_head"]).check_settings()
