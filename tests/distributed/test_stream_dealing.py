@@ -38,12 +38,12 @@ def work(batches: list[dict[str, Any]]) -> np.ndarray:
     return np.array(costs[:whole], float).reshape(-1, ACCUMULATED).sum(1)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(("batch_size", "row_length"), [(1, 95), (2, 96)])
 @on_ranks(RANKS, timeout=120)
-def test_a_step_has_the_same_rows_and_ranks_get_like_work(tmp_path: Path, batch_size: int) -> None:
+def test_a_step_has_the_same_rows_and_ranks_get_like_work(tmp_path: Path, batch_size: int, row_length: int) -> None:
     """Compared with what the readers of all ranks make, each of which every rank can read alone."""
     rank, folder = dist.get_rank(), tmp_path / str(dist.get_rank())
-    of_stream = settings(folder, batch_size=batch_size, sources=True, row_length=96)
+    of_stream = settings(folder, batch_size=batch_size, sources=True, row_length=row_length)
     of_stream.files.append(write(folder / "d.jsonl", exchanges(600, 80, seed=1)))
     of_stream.sources[of_stream.files[-1]] = 4  # type: ignore[index]
     trainer = stub_trainer()

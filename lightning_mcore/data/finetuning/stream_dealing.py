@@ -69,7 +69,8 @@ class RowDealer:
         dist.all_to_all_single(arrived, out, received, sent, group=self._group)
         parts = torch.split(arrived, [row.size(1) for row in rows], dim=1)
         return {
-            name: part.contiguous().view(values.dtype).view(values.shape)
+            # A copy even of one row, which may begin at any byte
+            name: part.clone(memory_format=torch.contiguous_format).view(values.dtype).view(values.shape)
             for part, (name, values) in zip(parts, batch.items(), strict=True)
         }
 
