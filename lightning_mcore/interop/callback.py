@@ -24,7 +24,7 @@ from lightning_mcore.hf.peft_tensors import ExpertLayout
 from lightning_mcore.interop import hub
 from lightning_mcore.interop.export import check_export, export_model
 from lightning_mcore.interop.export_adapter import check_adapter_export, save_adapter
-from lightning_mcore.interop.export_folder import require_free
+from lightning_mcore.interop.export_folder import is_own, mark_own, require_free
 from lightning_mcore.interop.export_plan import MAX_SHARD_SIZE, ExportOptions
 from lightning_mcore.parallel.consensus import run_on_rank0
 
@@ -45,7 +45,9 @@ class SaveHFModel(Callback):
     A model that cannot be exported raises an error when training starts. After an exception, nothing more is written.
 
     Args:
-        folder: Where to write the model at the end of ``fit``; it must not exist, or be empty. None to write none.
+        folder: Where to write the model at the end of ``fit``. It must be empty, not exist, or contain only what this
+            callback wrote in an earlier run, such as the run that ``ckpt_path`` continues; that is replaced at the end.
+            None to write none.
         every_checkpoint: Whether to write next to every checkpoint.
         like: Hugging Face folder with the config, generation config and tokenizer to use; None for the model's source.
         family: The kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
@@ -101,7 +103,6 @@ class SaveHFModel(Callback):
         self._tracked: list[_SavedCheckpoints] = []
         self._beside: set[str] = set()  # checkpoints that have, or soon will have, a Hugging Face form
         self._there: set[str] = set()  # those that have been seen on disk, so one that is gone was deleted
-        self._wrote_folder = False
 
     @property
     def state_key(self) -> str:
@@ -147,10 +148,10 @@ class SaveHFModel(Callback):
         """
         if not self._is_active(trainer):
             return
-        folder, replace = self.folder, self._wrote_folder
+        folder = self.folder
         if folder is not None:
             # Rank 0 looks, so that ranks with different views of the disk agree
-            run_on_rank0(lambda: require_free(folder, replace))
+            run_on_rank0(lambda: _require_replaceable(folder, pl_module))
         for checkpoint in _model_checkpoints(trainer) if self.every_checkpoint else []:
             if not checkpoint_files.writes_directly(str(checkpoint.dirpath)):
                 raise ValueError(
@@ -186,12 +187,13 @@ class SaveHFModel(Callback):
         """
         self._follow(trainer, pl_module)
         if self.folder is not None and self._is_active(trainer):
-            # A second fit with the same callback may replace its own folder, but no other
-            self._write(pl_module, self.folder, replace=self._wrote_folder)
-            self._wrote_folder = True
-            if self.push_to_hub is not None:
-                origin = hub.Origin.of_run(trainer, pl_module)
-                run_on_rank0(partial(hub.upload, self.folder, self.push_to_hub, origin))
+            self._write(pl_module, self.folder, replace=run_on_rank0(partial(is_own, self.folder)))
+            try:
+                if self.push_to_hub is not None:
+                    origin = hub.Origin.of_run(trainer, pl_module)
+                    run_on_rank0(partial(hub.upload, self.folder, self.push_to_hub, origin))
+            finally:
+                run_on_rank0(partial(mark_own, self.folder))  # after the model card
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Delete the Hugging Face forms of deleted checkpoints; asynchronous saves delete some at the very end."""
@@ -270,6 +272,14 @@ class _SavedCheckpoints:
         own = self._checkpoint
         scores = {path: float(score) for path, score in own.best_k_models.items()}
         return (own._last_global_step_saved, own._last_checkpoint_saved), scores
+
+
+def _require_replaceable(folder: str, module: pl.LightningModule) -> None:
+    """Raise ValueError if a folder holds anything but an earlier export, or the model that this run starts from."""
+    require_free(folder, replace=is_own(folder))
+    base = (module.hparams.get("hf") or {}).get("path")
+    if base is not None and os.path.isdir(base) and os.path.realpath(base) == os.path.realpath(folder):
+        raise ValueError(f"folder={folder!r} is the model that this run starts from; give another folder")
 
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

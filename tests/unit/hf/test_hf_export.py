@@ -27,6 +27,7 @@ from lightning_mcore.interop import callback as save_hf_model
 from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.interop.export import export_checkpoint, export_model
 from lightning_mcore.interop.export_config import describe, warn_of_losses
+from lightning_mcore.interop.export_folder import require_free
 from lightning_mcore.interop.export_plan import ExportPlan, Place, parse_size
 from lightning_mcore.interop.importing import import_checkpoint
 from tests.support.hf_models import read_tensors, save_tiny
@@ -336,7 +337,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a file": (lambda at: [str(at / "file"), str(at / "out")], "is a file; give the directory of a sharded checkpoint"),
     "a folder": (lambda at: [str(at / "full"), str(at / "out")], "is a directory, but not a checkpoint"),
     "another machine": (lambda at: ["memory://x", str(at / "out")], "is not on a disk of this machine"),
-    "taken": (lambda at: [str(at / "c.ckpt"), str(at / "full")], "full holds other files; give a folder that is empty"),
+    "taken": (lambda at: [str(at / "c.ckpt"), str(at / "full")], "full holds other files (notes.txt); give a folder"),
     "taken by a file": (lambda at: [str(at / "c.ckpt"), str(at / "file")], "file is a file; give a folder"),
     "shard size": (
         lambda at: [str(at / "c.ckpt"), str(at / "out"), "--max-shard-size", "5XB"],
@@ -497,9 +498,35 @@ def test_a_model_made_from_scratch_becomes_one_of_transformers(tmp_path: Path) -
 
 def test_the_callback_refuses_a_folder_that_is_taken_before_it_trains(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with refuses(ValueError, "holds other files; give a folder that is"):
+    with refuses(ValueError, "holds other files (notes.txt); give a folder that is"):
         train(SaveHFModel(str(tmp_path)))
     assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_a_later_run_replaces_only_what_the_callback_wrote(tmp_path: Path) -> None:
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    train(SaveHFModel(str(out)))
+    first = (out / "model.safetensors").read_bytes()
+    train(SaveHFModel(str(out)))  # other random weights
+    again = (out / "model.safetensors").read_bytes()
+    assert again != first
+    with refuses(ValueError, "out holds a model that SaveHFModel wrote; give a folder"):
+        require_free(str(out))
+    (out / "notes").mkdir()
+    (out / "notes" / "a.txt").write_text("mine")
+    with refuses(ValueError, "out holds other files (notes/a.txt); give a folder"):
+        train(SaveHFModel(str(out)))
+    assert (out / "model.safetensors").read_bytes() == again
+    # A model that something else wrote, such as a download
+    shutil.copytree(out, copy, ignore=shutil.ignore_patterns(".*", "notes"))
+    with refuses(ValueError, "copy holds other files (config.json, model.safetensors)"):
+        train(SaveHFModel(str(copy)))
+    # The model that a run starts from
+    shutil.rmtree(out / "notes")
+    module = MCoreGPT.from_pretrained(str(out), seq_length=8)
+    with refuses(ValueError, "is the model that this run starts from; give another folder"):
+        make_trainer("auto", max_steps=1, callbacks=[SaveHFModel(str(out))]).fit(module, text())
+    assert (out / "model.safetensors").read_bytes() == again
 
 
 def test_a_second_fit_that_resumes_from_an_older_checkpoint_deletes_what_the_first_wrote(tmp_path: Path) -> None:
