@@ -193,9 +193,9 @@ class Adapters(nn.ModuleDict):
             parameter.sequence_parallel = (  # type: ignore[attr-defined]
                 sees_some_tokens or getattr(weight, "sequence_parallel", False)
             )
-            is_counted = not is_whole or self.group.rank() == 0
+            # The norm counts a whole one on tensor-parallel rank 0; parallel/chunks.py marks spread experts.
             split_along = -1 if is_whole else int(name.endswith("lora_A"))
-            set_tensor_model_parallel_attributes(parameter, is_counted, split_along, 1)
+            set_tensor_model_parallel_attributes(parameter, not is_whole, split_along, 1)
 
     def change(self, inputs: Tensor, output: Tensor, layer: Any, bias: Tensor | None) -> Tensor:
         """Return the layer's output with its adapters' added.

@@ -18,7 +18,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightning_mcore import MCoreGPT, MCoreStrategy, RunReport, hf_model
+from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, RunReport, add_lora, hf_model
 from lightning_mcore.cli import main
 from lightning_mcore.parallel.chunks import count_parameters
 from lightning_mcore.strategy import run_report
@@ -99,21 +99,30 @@ class Table(ModelSummary):
         self.text = str(self._summary(trainer, pl_module))
 
 
-def table_of(layout: dict[str, Any], shape: dict[str, Any]) -> tuple[str, int]:
+class Adapted(MCoreGPT):
+    """Trains adapters, of which each rank has the whole A or the whole B."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        add_lora(self.model, LoRA(r=4, target_modules=["linear_qkv", "linear_fc2"]))
+
+
+def table_of(layout: dict[str, Any], shape: dict[str, Any], kind: type[MCoreGPT] = MCoreGPT) -> tuple[str, int]:
     """Train a step; return the table, and the number of this rank's parameters."""
     table = Table(max_depth=2)
-    model = MCoreGPT(vocab_size=128, seq_length=8, transformer=shape)
+    model = kind(vocab_size=128, seq_length=8, transformer=shape)
     trainer = make_trainer(layout, callbacks=[table], max_steps=1)
     trainer.fit(model, Text())
     return table.text, sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("kind", [MCoreGPT, Adapted])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != TIED])
-def test_lightnings_table_counts_the_whole_model_and_this_ranks_part(name: str) -> None:
+def test_lightnings_table_counts_the_whole_model_and_this_ranks_part(name: str, kind: type[MCoreGPT]) -> None:
     layout, shape = LAYOUTS[name]
-    [(of_one_rank, whole)] = run_ranks(1, table_of, {}, shape, timeout=120)
+    [(of_one_rank, whole)] = run_ranks(1, table_of, {}, shape, kind, timeout=120)
     assert "Params per Device" not in of_one_rank
-    for text, own in run_ranks(4, table_of, layout, shape, timeout=120):
+    for text, own in run_ranks(4, table_of, layout, shape, kind, timeout=120):
         assert "| Params | Params per Device |" in re.sub(" +", " ", text)
         [row] = re.findall(r"^.*\bPipeline\b.*$", text, re.MULTILINE)
         assert re.findall(r"[\d.]+ [KM]", row) == [get_human_readable_count(whole), get_human_readable_count(own)]
