@@ -311,16 +311,19 @@ def fixed_dispatch(config: "TransformerConfig") -> str | None:
     return None
 
 
-def check_dispatched_shapes(config: "TransformerConfig", shapes: Sequence[tuple[int, int] | None]) -> None:
+def check_dispatched_shapes(
+    config: "TransformerConfig", shapes: Sequence[tuple[int, int] | None], group: dist.ProcessGroup | None = None
+) -> None:
     """Raise ``ValueError`` on all ranks if ranks that share experts have microbatches of unequal shapes (a hang).
 
-    ``shapes`` are (sequence length, rows) of this rank's microbatches; collective if a setting requires equal ones.
+    ``shapes`` are (sequence length, rows) of this rank's microbatches. If a setting requires equal ones, collective
+    over ``group``, which holds the ranks that share experts; None for all ranks, without waiting for the device.
     """
-    setting, group = fixed_dispatch(config), process_group("experts")
-    if setting is None or group.size() == 1:
+    setting, experts = fixed_dispatch(config), process_group("experts")
+    if setting is None or experts.size() == 1:
         return
     found: dict[int, list[Any]] = {}  # of each group that shares experts, by its first rank
-    for first, of_rank in all_gather_object((dist.get_process_group_ranks(group)[0], list(shapes))):
+    for first, of_rank in all_gather_object((dist.get_process_group_ranks(experts)[0], list(shapes)), group):
         found.setdefault(first, []).append(of_rank)
     for of_group in found.values():
         for microbatch in zip(*of_group, strict=False):

@@ -69,7 +69,8 @@ class PipelineEvaluation:
         rows_of_others = self._strategy.logs.rows_of_others if drops_repeated else 0
         num_parts = self._agree_on_num_parts(len(parts), part_rows, rows_of_others)
         padded = [*parts, *[parts[-1].as_padding()] * (num_parts - len(parts))]
-        check_dispatched_shapes(self._chunks.config, [part.shape for part in padded])
+        # Not over all ranks: data-parallel copies that share no experts may have unequal numbers of batches.
+        check_dispatched_shapes(self._chunks.config, [part.shape for part in padded], process_group("experts"))
         with self._bf16_where_fp8_does_not_fit(parts):
             outputs, _ = self._runner.run_step(step, padded)
         return self._whole_output(step, parts, outputs[: len(parts)], part_rows) if shares_output else None

@@ -275,3 +275,33 @@ def test_what_needs_rows_of_one_length_says_so_on_every_rank(transformer: dict[s
     with refuses(RanksFailedError, "have 1 x 5 and 1 x 9 tokens") as raised:
         run_ranks(2, _losses_of_unequal_rows, str(tiny_folder("mixtral")), {}, transformer)
     assert all("1 x 5 and 1 x 9" in raised.value.errors[rank] for rank in (0, 1))
+
+
+class ValidatesUnequally(MCoreGPT):
+    """Validates one row twice on the first half of the data-parallel ranks, and once on the others."""
+
+    def val_dataloader(self) -> Any:
+        copies = process_group("dp")
+        row = _rows()[0]
+        return DataLoader([row] * (2 if 2 * copies.rank() < copies.size() else 1), collate_fn=lambda taken: taken[0])
+
+
+def _loss_of_unequal_numbers(folder: str, strategy: dict[str, Any]) -> float:
+    transformer = {"moe_token_dispatcher_type": "allgather"}
+    module = ValidatesUnequally.from_pretrained(folder, seq_length=16, transformer=transformer)
+    [metrics] = toy.make_trainer(strategy, use_distributed_sampler=False).validate(module, verbose=False)
+    return metrics["val_loss"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"expert_model_parallel_size": 2}],
+    ids=["tp2-dp2", "dp4-ep2"],
+)
+def test_ranks_that_share_no_experts_may_validate_different_numbers_of_batches(strategy: dict[str, Any]) -> None:
+    folder = str(tiny_folder("mixtral"))
+    row = _rows()[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = float(functional.cross_entropy(model(row["tokens"]).logits[0], row["labels"][0]))
+    assert run_ranks(4, _loss_of_unequal_numbers, folder, strategy) == [pytest.approx(wanted, rel=2e-5)] * 4
