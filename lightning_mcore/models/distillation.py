@@ -8,9 +8,7 @@ student alone. With stored logits (``stored_logits.py``), the teacher runs once,
 """
 
 import contextlib
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -27,7 +25,8 @@ from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import collate_padded, packing_multiples
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.hf.adapters import fingerprint
-from lightning_mcore.hf.source import absolute, is_hub_name, local_folder
+from lightning_mcore.hf.source import absolute
+from lightning_mcore.hf.tokens import tokens_of
 from lightning_mcore.layers.distillation import StudentChunk, TeacherChunk
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import is_packed
@@ -418,18 +417,3 @@ def check_tokens(student: MCoreGPT, teacher: MCoreGPT) -> None:
             f" {student.padded_vocab_size} and {teacher.padded_vocab_size}; set"
             f" make_vocab_size_divisible_by={multiple}, which pads both to {-(-sizes[0] // multiple) * multiple}"
         )
-
-
-def tokens_of(path: str | None) -> Mapping[str, int] | None:
-    """Return the number of each token in the tokenizer.json of a folder or hub name; None if there is no such file."""
-    if path is None or not (os.path.isdir(path) or is_hub_name(path)):
-        return None
-    file = os.path.join(local_folder(path), "tokenizer.json")
-    if not os.path.isfile(file):
-        return None
-    with open(file, encoding="utf-8") as opened:
-        content = json.load(opened)
-    vocabulary = content["model"]["vocab"]
-    if not isinstance(vocabulary, dict):  # Unigram: pairs of a token and its score
-        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-    return {**vocabulary, **{added["content"]: added["id"] for added in content.get("added_tokens") or ()}}

@@ -14,12 +14,13 @@ has ``labels`` 6 7 8 -100. Rows may be packed (``data/packing/best_fit.py``): ea
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import Any, Literal, Self
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.parsing import AttributeDict
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,6 +54,7 @@ from lightning_mcore.hf.peft_tensors import can_stack
 from lightning_mcore.hf.pretrained import keep_wide, load_pretrained, pieces_of_module
 from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.hf.source import absolute, pretrained_settings, require_head
+from lightning_mcore.hf.tokens import difference_from_model
 from lightning_mcore.layers import sampling
 from lightning_mcore.layers.activations import learn_activations
 from lightning_mcore.layers.gpt import GPTChunk
@@ -77,6 +79,7 @@ from lightning_mcore.models import generation
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.speed import SpeedLogs
 from lightning_mcore.parallel.chunks import built_chunks
+from lightning_mcore.parallel.consensus import run_on_rank0
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.known_warnings import ignore_warnings_of_methods
 
@@ -638,6 +641,25 @@ class MCoreGPT(SpeedLogs):
             ValueError: The prompt is empty or has tokens outside the vocabulary, or a number is out of range.
         """
         return generation.continue_prompt(self, prompt, max_new_tokens, temperature, top_k, seed)
+
+    def on_train_start(self) -> None:
+        """Warn if the data has another tokenizer than the model, or longer rows."""
+        super().on_train_start()
+        for warning in run_on_rank0(lambda: list(self._differences_from_data())):
+            rank_zero_warn(warning)
+
+    def _differences_from_data(self) -> Iterator[str]:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        tokenizer: Any = getattr(data, "tokenizer", None)
+        length = getattr(data, "seq_length", None)
+        path = self.hparams["hf"] and self.hparams["hf"].get("path")
+        if path and hasattr(tokenizer, "get_vocab") and (told := difference_from_model(path, tokenizer.get_vocab())):
+            yield told
+        if isinstance(length, int) and length > self.seq_length:
+            yield (
+                f"data.seq_length={length} is longer than the model's seq_length={self.seq_length}: rows are trained in"
+                f" full, but generation sees only the last {self.seq_length} tokens of a longer text; make them equal"
+            )
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return the optimizer, with weight decay only on matrices, and its learning-rate schedule.

@@ -480,6 +480,9 @@ def _assumptions(
     """Yield what is assumed, or is not counted; ``is_chosen`` is whether layers of TransformerEngine are a default."""
     if settings.data.get("batch_size") is None:
         yield f"{counted(_rows(settings, rules), 'row')} in a DataLoader batch (data.batch_size is not given)"
+    length = settings.data.get("seq_length")
+    if fields is not None and length is not None and length > fields.seq_length:
+        yield f"rows of data.seq_length={length} tokens, although model.seq_length={fields.seq_length} is shorter"
     if is_chosen:
         yield "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
     if fields is not None and (unknown := sorted(fields.recomputed & _NOT_COUNTED)):

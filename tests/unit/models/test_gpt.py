@@ -3,7 +3,9 @@
 
 import io
 import math
+import warnings
 from collections import UserDict, UserList
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from lightning_mcore.layers.session import single_process
 from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe, warmup_cosine
+from tests.support.hf_models import save_tiny
 from tests.support.sentences import refuses
 
 TRANSFORMER: dict[str, Any] = {
@@ -385,3 +388,38 @@ def test_images_that_a_language_model_would_ignore_are_refused() -> None:
     batch = {"tokens": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(4, 3)}
     with refuses(ValueError, "a batch has pixel_values, which MCoreGPT"):
         gpt().on_before_batch_transfer(batch, 0)
+
+
+def train_on(data: dict[str, Any], module: MCoreGPT) -> list[str]:
+    """Start training with a data module of these attributes, and return the warnings."""
+    module._trainer = cast(Any, SimpleNamespace(datamodule=SimpleNamespace(**data), global_step=0))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        module.on_train_start()
+    return [str(warning.message) for warning in found]
+
+
+def test_data_with_other_tokens_than_the_model_is_noted(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    module = MCoreGPT.from_pretrained(str(save_tiny("llama", tmp_path / "base", tokenizer=True)), seq_length=16)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert train_on({"tokenizer": tokenizer}, module) == []
+    tokenizer.add_tokens(["new"])
+    [told] = train_on({"tokenizer": tokenizer}, module)
+    assert told.startswith(
+        f"1 of the {len(tokenizer)} tokens of the data's tokenizer are missing from the tokenizer of"
+    )
+    assert "such as 'new'; give the model's tokenizer, or copy your own into the exported folder" in told
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "base").get_vocab()
+    vocabulary["w5"], vocabulary["w7"] = vocabulary["w7"], vocabulary["w5"]
+    [told] = train_on({"tokenizer": SimpleNamespace(get_vocab=lambda: vocabulary)}, module)
+    assert told.startswith("2 of the ")
+    assert "such as 'w7'" in told
+    assert train_on({"tokenizer": tokenizer}, gpt()) == []  # a new model has no tokenizer
+
+
+def test_rows_longer_than_the_model_expects_are_noted() -> None:
+    assert train_on({"seq_length": 16}, gpt()) == []
+    [told] = train_on({"seq_length": 32}, gpt())
+    assert told.startswith("data.seq_length=32 is longer than the model's seq_length=16: rows are trained in full, but")

@@ -537,3 +537,11 @@ def test_a_window_that_only_the_torch_backend_refuses_is_planned_for_transformer
     plan = make_plan(run_with({"window_size": [8, 4]}, trainer={"accelerator": "gpu", "devices": 1}), 1)
     assert (plan.backend, plan.errors) == ("transformer_engine", ())
     assert plan.stages
+
+
+def test_rows_longer_than_the_model_expects_are_an_assumption() -> None:
+    told = "rows of data.seq_length=64 tokens, although model.seq_length=32 is shorter"
+    for length, wanted in ((32, False), (64, True)):
+        plan = make_plan(run_with(data={"seq_length": length}), 4)
+        assert plan.errors == ()
+        assert (told in plan.assumptions) == wanted

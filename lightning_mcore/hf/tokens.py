@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the tokens of tokenizers: of a model and its teacher, and of a model and its training data."""
+
+import json
+import os
+from collections.abc import Mapping
+
+from lightning_mcore.hf.source import is_hub_name, local_folder
+
+
+def tokens_of(path: str | None) -> Mapping[str, int] | None:
+    """Return the number of each token in the tokenizer.json of a folder or hub name; None if there is no such file."""
+    if path is None or not (os.path.isdir(path) or is_hub_name(path)):
+        return None
+    file = os.path.join(local_folder(path), "tokenizer.json")
+    if not os.path.isfile(file):
+        return None
+    with open(file, encoding="utf-8") as opened:
+        content = json.load(opened)
+    vocabulary = content["model"]["vocab"]
+    if not isinstance(vocabulary, dict):  # Unigram: pairs of a token and its score
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{added["content"]: added["id"] for added in content.get("added_tokens") or ()}}
+
+
+def difference_from_model(path: str | None, trained: Mapping[str, int]) -> str | None:
+    """Return a sentence if training data has tokens that the model's tokenizer lacks or numbers otherwise.
+
+    ``path`` is the model's folder or hub name. None if there is no difference, or the tokenizer.json cannot be read.
+    """
+    try:
+        own = tokens_of(path)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # whatever needs the file reports it
+    # Numbers 0 to 699 are the model's; data that writes "the" as 17, which is " of" there, trains " of" as "the"
+    other = [token for token, number in trained.items() if own is not None and own.get(token) != number]
+    if not other:
+        return None
+    first = min(other, key=trained.__getitem__)
+    return (
+        f"{len(other):,} of the {len(trained):,} tokens of the data's tokenizer are missing from the tokenizer of"
+        f" {path} or have other numbers there, such as {first!r}; give the model's tokenizer, or copy"
+        " your own into the exported folder, which gets the model's"
+    )
