@@ -172,7 +172,12 @@ class _Phases(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Keep what the last step has done."""
         self.counts.is_stepping = False
-        if trainer.global_step == STEPS and not self.step:
+        if trainer.global_step == STEPS:
+            self.keep_step()
+
+    def keep_step(self) -> None:
+        """Keep what the last step has done so far, unless it is kept."""
+        if not self.step:
             counts = self.counts
             self.step = {
                 "traffic": tuple(
@@ -183,6 +188,20 @@ class _Phases(Callback):
                 "waits": tuple(Wait(*key, times) for key, times in counts.waits.most_common()),
                 "operators": counts.operators,
             }
+
+    def leave_out_gathers(self, strategy: MCoreStrategy) -> None:
+        """Do not count the gather of parameters that follows the last step of a run: other steps leave it to the next.
+
+        In manual optimization each step gathers them.
+        """
+        complete = strategy.complete_parameters
+
+        def complete_after_step() -> None:
+            if self.phase == f"step {STEPS}" and strategy.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+                self.keep_step()
+            complete()
+
+        strategy.complete_parameters = complete_after_step  # type: ignore[method-assign]
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin validation."""
@@ -203,7 +222,7 @@ class _Nowhere(MCoreCheckpointIO):
         """Do nothing."""
 
 
-def shorten(trainer: Any, phases: Callback) -> None:
+def shorten(trainer: Any, phases: "_Phases") -> None:
     """Let a trainer run two steps and a validation batch, and write nothing."""
     strategy = trainer.strategy
     strategy._launcher = None  # this process plays its rank alone
@@ -222,6 +241,7 @@ def shorten(trainer: Any, phases: Callback) -> None:
         if type(item).__module__.partition(".")[0] not in _NOT_THE_USERS or isinstance(item, OffloadActivations)
     ]
     trainer.callbacks = [*own, phases]
+    phases.leave_out_gathers(strategy)
 
 
 _NOT_THE_USERS = ("lightning", "pytorch_lightning", "lightning_mcore")

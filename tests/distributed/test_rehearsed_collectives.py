@@ -49,6 +49,7 @@ EVEN = {**EXPERTS, "moe_router_topk": 4}
 run = partial(partial, gpt_run, 4, "32-true")
 RUNS: dict[str, Callable[..., Any]] = {
     "tp2-sp-dp2-do": run(**TP2, use_distributed_optimizer=True),
+    "tp2-sp-dp2-overlap": run(**TP2, **toy.OVERLAPPED),
     "tp2-sp-recompute": run(**TP2, transformer=RECOMPUTE),
     "pp2-cp2": run(pipeline_model_parallel_size=2, context_parallel_size=2),
     "experts-ep2-pp2-do": run(
@@ -67,7 +68,7 @@ for groups in (1, 2, 4):  # whose B and C 4 ranks gather, but for 4 groups
     RUNS[f"mamba-{groups}-groups"] = run(**TP2, context_parallel_size=2, model={"architecture": settings})
 SOON = (
     *("mamba-1-groups", "mamba-4-groups"),
-    *("dpo-tp2-sp-pp2", "images-tp2-sp", "lora-tp2-sp-dp2-do", "pp2-cp2", "tp2-sp-dp2-do"),
+    *("dpo-tp2-sp-pp2", "images-tp2-sp", "lora-tp2-sp-dp2-do", "pp2-cp2", "tp2-sp-dp2-do", "tp2-sp-dp2-overlap"),
 )
 Found = dict[tuple[str, str], tuple[int, int]]
 
@@ -103,19 +104,20 @@ class SecondStep(pl.Callback):
             self.open = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == 2 and self.open:
+            self.open = False
             self.mode.__exit__(None, None, None)
 
 
 def cpu_trainer(world: int, strategy: Any, **arguments: Any) -> pl.Trainer:
-    """Return a Trainer for two steps on gloo ranks."""
+    """Return a Trainer for three steps on gloo ranks; the last one also gathers parameters for what comes after."""
     plugins = [LightningEnvironment(), *arguments.pop("plugins", ())]
     quiet = {"limit_val_batches": 0, "callbacks": [SecondStep()], "plugins": plugins}
-    return toy.make_trainer(strategy, max_steps=2, **quiet, **arguments)
+    return toy.make_trainer(strategy, max_steps=3, **quiet, **arguments)
 
 
 def real(name: str) -> tuple[int, Found]:
-    """Train two steps on this gloo rank; return its number of parameters, and the collectives of the second."""
+    """Train on this gloo rank; return its number of parameters, and the collectives of the second."""
     trainer, module, (loader, *_) = RUNS[name](trainer=cpu_trainer)
     trainer.fit(module, loader)
     [seen] = [callback for callback in trainer.callbacks if isinstance(callback, SecondStep)]  # type: ignore[attr-defined]
