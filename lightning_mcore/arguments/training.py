@@ -29,6 +29,7 @@ from lightning_mcore.arguments.training_rules import (
 )
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.value_checks import require_choice
+from lightning_mcore.parallel.megatron_import import import_megatron
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -171,12 +172,14 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     def strategy(self) -> "MCoreStrategy":
         """Build the strategy."""
+        import_megatron()
         from lightning_mcore.arguments.build import make_strategy
 
         return make_strategy(self.settings(on_cpu=self.on_cpu).strategy)
 
     def precision(self) -> "MCorePrecision":
         """Build the precision plugin."""
+        import_megatron()
         from lightning_mcore.arguments.build import make_precision
 
         return make_precision(self.settings().precision)
@@ -192,6 +195,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             ModuleNotFoundError: A logger in ``report_to`` is not installed.
             TypeError: ``Trainer`` has no such argument.
         """
+        import_megatron()
         from lightning_mcore.arguments.build import make_trainer
 
         return make_trainer(self, self.settings(on_cpu=self.on_cpu), overrides)
@@ -227,6 +231,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """
         from lightning.pytorch.utilities import rank_zero_info
 
+        import_megatron()
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.config.preference import Preference
         from lightning_mcore.models.kinds import kind_of
@@ -267,6 +272,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         Raises:
             ValueError: A setting is not allowed.
         """
+        import_megatron()
         from lightning_mcore.arguments.build import make_data
         from lightning_mcore.data.embedding.datamodule import MCoreEmbeddingData, MCoreRerankingData
         from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
@@ -286,6 +292,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     def seed_everything(self) -> None:
         """Seed all random number generators with ``seed``, also in loader workers, as ``trainer`` does."""
+        import_megatron()
         from lightning_mcore.arguments.build import seed_everything
 
         seed_everything(self)

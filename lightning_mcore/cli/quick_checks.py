@@ -190,7 +190,8 @@ def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not name.startswith("-"):
-            raise ValueError(f"{word!r} is not an option; give --name=value")
+            meant = f"did you mean --config {word}?" if word.endswith(_FILES) else "give --name=value"
+            raise ValueError(f"{word!r} is not an option; {meant}")
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         yield name, value

@@ -46,6 +46,19 @@ _ELSEWHERE = {
 """Names of Megatron-LM, transformers and PEFT that no option has, and what to do instead."""
 
 
+_SHORT = {
+    "beta": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+    "epochs": "max_epochs",
+    "lr": "learning_rate",
+    "steps": "max_steps",
+    "warmup": "warmup_steps",
+    "wd": "weight_decay",
+}
+"""Usual short names, and what they stand for where there is such a name."""
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """Return a sentence that rejects a name: ``unknown option 'lerning_rate'; did you mean 'learning_rate'?``.
 
@@ -55,7 +68,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     if last in _ELSEWHERE and last not in {each.removeprefix("--").replace("-", "_") for each in names}:
         return f"unknown {what} {name!r}; {_ELSEWHERE[last]}"
-    close = difflib.get_close_matches(name, names, n=1)
+    close = [each for each in names if each == _SHORT.get(last)] or difflib.get_close_matches(name, names, n=1)
     if close:
         return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
     shown = ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:12])}, ..."

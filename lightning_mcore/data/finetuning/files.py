@@ -35,6 +35,8 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
         path = Path(place)
         is_folder = os.path.isdir(path)  # Path.is_dir raises for some impossible names
         if is_folder:
+            if os.path.isfile(path / "config.json") and any(path.glob("*.safetensors*")):
+                raise ValueError(f"{name}={str(place)!r} is the folder of a model; give jsonl or parquet files")
             matches = [str(file) for file in sorted(path.iterdir()) if _format(file) and file.name not in _DESCRIPTIONS]
         else:
             matches = [str(path)] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(str(place))))

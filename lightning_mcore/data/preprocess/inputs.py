@@ -69,6 +69,7 @@ def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[Input
     found: list[InputFile] = []
     left_out = 0
     for name in inputs:
+        rest = 0
         if os.path.isdir(name):
             paths, rest = _in_folder(name, format)
             left_out += rest
@@ -79,7 +80,9 @@ def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[Input
                 "holds no file" if os.path.isdir(name) else "is neither a file nor a folder, nor a pattern that matches"
             )
             suffixes = f" with one of the suffixes {', '.join(_BY_SUFFIX)}" if os.path.isdir(name) else " a file"
-            raise FileNotFoundError(f"{name} {what}{suffixes}; give another input, or --format")
+            others = f" ({_suffixes_below(name)})" if rest else ""
+            example = ", such as --format text" if rest else ""
+            raise FileNotFoundError(f"{name} {what}{suffixes}{others}; give another input, or --format{example}")
         found += [_describe(path, format) for path in paths]
     seen: set[str] = set()
     for file in found:
@@ -104,6 +107,12 @@ def _in_folder(folder: str, format: str) -> tuple[list[str], int]:
             else:
                 left_out += 1
     return sorted(paths), left_out
+
+
+def _suffixes_below(folder: str) -> str:
+    """Return the suffixes in a folder that are not read, such as ``it has .md and .rst``."""
+    found = {os.path.splitext(name)[1].lower() or name for _, _, names in os.walk(folder) for name in names}
+    return f"it has {', '.join(sorted(found)[:4])}"
 
 
 def _describe(path: str, format: str) -> InputFile:

@@ -574,3 +574,12 @@ def test_a_damaged_file_of_arguments_is_refused_in_a_sentence(tmp_path: Path, co
 def test_a_damaged_config_has_no_experts_until_the_model_is_opened(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     assert not _has_experts(str(tmp_path))
+
+
+def test_a_trainer_from_arguments_hides_hints_about_packages_that_are_not_installed(tmp_path: Path) -> None:
+    program = (
+        "from lightning_mcore.arguments import TrainingArguments\n"
+        f"TrainingArguments(output_dir={str(tmp_path)!r}, use_cpu=True, report_to='none').trainer(devices=2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "not installed" not in done.stderr

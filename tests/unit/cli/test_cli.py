@@ -294,6 +294,8 @@ FAULTS = {
     "class": ["--model=lightning_mcore.MCoreGTP"],
     "module": ["--model=lightning_core.MCoreGPT"],
     "no option": ["max_steps=3"],
+    "a file alone": ["run.yaml"],
+    "short name of a field": ["--model.recipe.lr=0.1"],
     "layout": ["--trainer.strategy.sequence_parallel=true"],
     "field of the model": ["--model.transformer.hiden_size=4"],
     "null": ["--model.recipe=null"],

@@ -237,6 +237,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,response\n")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{\n}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "ä", "response": "b"}\n'.encode("latin-1"))
     place = {name: str(tmp_path / name) for name in ("a.jsonl", "a.parquet", "a.csv", "other.jsonl", "empty.jsonl")}
@@ -244,6 +247,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ("train_files='missing.jsonl' does not exist", "missing.jsonl"),
         ("train_files='missing/*.jsonl' does not exist", "missing/*.jsonl"),
         ("is a folder without jsonl or parquet files", str(tmp_path / "empty")),
+        ("is the folder of a model; give jsonl or parquet files", str(tmp_path / "model")),
         ("a.csv'; give files that end with .jsonl, .json or .parquet", place["a.csv"]),
         ("mixes JSON and parquet files", [place["a.jsonl"], place["a.parquet"]]),
         ("a.jsonl' twice", [place["a.jsonl"], str(tmp_path / "a.json*")]),

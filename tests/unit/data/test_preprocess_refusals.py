@@ -132,10 +132,14 @@ def test_wrong_settings_are_refused(changed: dict[str, Any], tokenizer: str, tmp
 
 
 @pytest.mark.parametrize(
-    "inputs", [["no.jsonl"], ["empty"], ["a.csv"], ["a.jsonl", "*.jsonl"], ["a.jsonl", "link/a.jsonl"], []], ids=str
+    "inputs",
+    [["no.jsonl"], ["empty"], ["notes"], ["a.csv"], ["a.jsonl", "*.jsonl"], ["a.jsonl", "link/a.jsonl"], []],
+    ids=str,
 )
 def test_inputs_that_are_none_are_refused(inputs: list[str], tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("text")
     (tmp_path / "link").symlink_to(".")
     for name in ("a.jsonl", "a.csv"):
         (tmp_path / name).write_text(GOOD)
