@@ -66,6 +66,9 @@ _OWNED_FIELDS_BETWEEN_STAGES = (
     "deallocate_pipeline_outputs",
     "microbatch_group_size_per_vp_stage",
 )
+# Source: get_attr_wrapped_model in megatron/core/pipeline_parallel/schedules.py and finalize_model_grads.py (0.16.1)
+_READ_BY_SCHEDULES = ("model_type", "set_input_tensor")
+_READ_BETWEEN_STAGES = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 _SCHEDULE_FUNCTIONS = (
     "finalize_model_grads_func",
     "no_sync_func",
@@ -184,8 +187,8 @@ def plain_config(dtype: torch.dtype) -> TransformerConfig:
 def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> TransformerConfig:
     """Return the config of a pipeline's chunks, checked against ``owned``, the strategy's and the precision's fields.
 
-    Raises TypeError if a chunk has no TransformerConfig, and ValueError if one of these fields has another value in the
-    config, or the config has an unsupported field.
+    Raises TypeError if a chunk has no TransformerConfig or lacks what Megatron's schedules read, and ValueError if one
+    of these fields has another value in the config, or the config has an unsupported field.
     """
     config = getattr(pipeline.chunks[0], "config", None)
     if not isinstance(config, TransformerConfig):
@@ -194,6 +197,14 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
             f"{type(pipeline.chunks[0]).__name__} has {type(config).__name__}"
         )
     staged = owned["pipeline_model_parallel_size"] > 1
+    needed = (*_READ_BY_SCHEDULES, *(_READ_BETWEEN_STAGES if staged else ()))
+    for chunk in pipeline.chunks:
+        if missing := [name for name in needed if getattr(chunk, name, None) is None]:
+            raise TypeError(
+                f"the chunk {type(chunk).__name__} built by pipeline() has no {', '.join(missing)}, which Megatron's"
+                " schedules read; set values in its __init__ and define set_input_tensor(self, input_tensor), as the"
+                " guide 'Your own model' shows"
+            )
     defaults = {each.name: each.default for each in fields(TransformerConfig) if each.name in FP8_FIELDS}
     wanted_values = {**defaults, **owned}
     for name in (*_OWNED_FIELDS, *FP8_FIELDS, *(_OWNED_FIELDS_BETWEEN_STAGES if staged else ())):

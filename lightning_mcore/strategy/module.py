@@ -316,8 +316,9 @@ class MCoreModule(pl.LightningModule):
             batch: As in :meth:`forward_step`; labels are not needed.
 
         Returns:
-            Logits, [b, s / cp, v / tp] in the dtype of the model, or [1, b * s / cp, v / tp] for a packed batch, and
-            the model's inputs.
+            Logits, [b, s / cp, padded v / tp] in the dtype of the model, or [1, b * s / cp, padded v / tp] for a packed
+            batch, and the model's inputs. The vocabulary is padded so that ranks can divide it: leave out the columns
+            from ``vocab_size`` on.
         """
         inputs = self.model_inputs(batch)
         arguments = self._more_arguments(inputs)

@@ -395,9 +395,15 @@ class PipelineRunner:
         per_token = self._chunks.config.calculate_per_token_loss
         if per_token != (num_tokens is not None):
             returned = "without 'num_tokens'" if num_tokens is None else "with 'num_tokens'"
+            change = (
+                "return {'loss': mean, 'num_tokens': number of tokens}, as self.normalized_loss(losses, inputs) does,"
+                " or to average microbatches, set calculate_per_token_loss=False (MCoreGPT: in transformer)"
+                if per_token
+                else "return only the loss, or to weight by tokens, set calculate_per_token_loss=True"
+            )
             raise ValueError(
                 f"training_step returned a loss {returned}, but the model's TransformerConfig has "
-                f"calculate_per_token_loss={per_token}; to weight by tokens use both, to average use neither"
+                f"calculate_per_token_loss={per_token}; {change}"
             )
         if num_tokens is None:
             return loss, None

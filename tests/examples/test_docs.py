@@ -6,12 +6,15 @@ That their code runs is for ``test_doc_blocks.py``.
 
 import ast
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 
 from lightning_mcore.cli import COMMANDS
@@ -173,6 +176,41 @@ if __name__ == "__main__":
 def test_the_readme_has_the_model_of_the_guide() -> None:
     of_readme, of_guide = blocks(PAGES[0], "python")[1], blocks(guide("own-model"), "python")[0]
     assert of_readme.text == of_guide.text
+
+
+_FILLED = """
+
+class Filled(OwnNet):
+    def build_chunk(self, **arguments):
+        chunk = super().build_chunk(**arguments)
+        for parameter in chunk.parameters():  # alike in all layers, so that they do not depend on the stages
+            generator = torch.Generator().manual_seed(parameter.numel())
+            parameter.data.normal_(std=0.1, generator=generator)
+        return chunk
+"""
+
+
+@pytest.mark.slow
+def test_own_layers_train_the_same_in_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "net.py"
+    code = "".join(block.text for block in blocks(guide("own-model"), "python") if not block.marked)
+    # Lightning shuffles for distributed strategies, and logs the last microbatch's loss where a pipeline logs the mean
+    same = "accumulate_grad_batches=1, use_distributed_sampler=False"
+    train = _TRAIN_NET.replace("Net()", "Filled()").replace("accumulate_grad_batches=2", same)
+    script.write_text(code + _FILLED + train)
+    losses = []
+    for strategy, ranks in ("mcore", 2), ("auto", 1):
+        output = run_on_ranks(capsys, ranks, str(script), strategy, folder=tmp_path)
+        losses.append(float(re.findall(r"trained to (\S+) in 4 steps", output)[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_focal_loss_of_the_guide_is_that_of_its_formula() -> None:
+    names: dict[str, Any] = {"torch": torch}
+    [code] = [block.text for block in blocks(guide("own-model"), "python") if "FocalGPT" in block.text]
+    exec(code, names)
+    [found] = names["FocalGPT"].learned_losses(None, torch.tensor([math.log(4)]))
+    assert found.item() == pytest.approx(0.75**2 * math.log(4))  # a token of probability 1/4
 
 
 @pytest.mark.slow

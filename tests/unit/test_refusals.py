@@ -21,6 +21,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, Stocha
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore import CommunicationOptions, MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
@@ -335,6 +337,21 @@ class NoConfig(StagedNet):
         return nn.Linear(4, 1)
 
 
+class Bare(MegatronModule):
+    """A chunk of own layers, without what Megatron reads of a chunk."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.layer = nn.Linear(4, 1)
+
+
+class BareChunks(StagedNet):
+    """Builds chunks that lack everything."""
+
+    def build_chunk(self, **_: Any) -> nn.Module:
+        return Bare(self.config)
+
+
 class Manual(StagedNet):
     """Wants to run backward itself."""
 
@@ -437,6 +454,8 @@ AFTER_BUILDING: dict[str, Case] = {
     "config-dtype": Case(module=partial(OtherConfig, params_dtype=torch.bfloat16, bf16=True)),
     "config-bf16": Case(trainer={"precision": "bf16-mixed"}, module=partial(OtherConfig, bf16=False)),
     "no-config": Case(module=NoConfig, error=TypeError),
+    "bare-chunk": Case(module=BareChunks, error=TypeError),
+    "bare-stage": Case(strategy={PP: 2}, module=BareChunks, error=TypeError),
     "manual": Case(module=Manual),
     "own-backward": Case(module=OwnBackward),
     "outside": Case(module=Outside),
