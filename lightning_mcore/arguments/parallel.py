@@ -93,7 +93,7 @@ class DistributingParallelArguments:
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
         "How tokens travel to experts; 'flex' (DeepEP) is not available. Default: the checkpoint's, or else"
-        " allgather (mcore_adapter overwrites it with allgather and does not offer flex)."
+        " alltoall (mcore_adapter overwrites it with allgather and does not offer flex)."
     )
     moe_aux_loss_coeff: float | None = option("Weight of the loss that balances experts.")
     moe_grouped_gemm: bool | None = flag("Use one kernel for all experts of a rank; needs TransformerEngine.")
