@@ -236,7 +236,8 @@ class ExactResume:
             number = fit.epoch_loop.batch_progress.current.ready + (fetcher.length is None)
             begins_window, is_last = number % fit.trainer.accumulate_grad_batches == 0, number + 1 == fetcher.length
             if (begins_window or is_last) and not self._strategy.batches.only_receives:
-                states = _states(loaders, number)
+                is_fresh = fit.epoch_progress.current.processed == 0 and fit.trainer.accumulate_grad_batches > 1
+                states = _states(loaders, number, is_fresh)
                 if begins_window:
                     self._states_of_window = number, states
                 # end_pass() reads one loader's last batch again.
@@ -417,12 +418,17 @@ class ExactResume:
         return trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
 
 
-def _states(loaders: list[Any], number: int) -> list[Any]:
-    """Return copies of the states of stateful loaders before batch ``number`` of the epoch; None to use later ones."""
-    # A loader that counts trained batches need not be asked early. Before the first batch, only torchdata's has begun.
+def _states(loaders: list[Any], number: int, is_fresh: bool) -> list[Any]:
+    """Return copies of the states of stateful loaders before batch ``number`` of the epoch; None to use later ones.
+
+    ``is_fresh`` says that the loaders had read nothing before this epoch, and may be asked before it.
+    """
+    # A loader that counts trained batches need not be asked early. Before the first batch of a later epoch, only
+    # torchdata's has begun, and the state of another may still be the end of the epoch before.
+    has_begun = number > 0 or is_fresh
     return [
         None
-        if getattr(loader, "counts_trained_batches", False) or (number == 0 and not isinstance(loader, DataLoader))
+        if getattr(loader, "counts_trained_batches", False) or not (has_begun or isinstance(loader, DataLoader))
         else copy.deepcopy(loader.state_dict())
         for loader in loaders
         if kind_of(loader) == "stateful"

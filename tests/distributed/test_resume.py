@@ -568,6 +568,19 @@ CASES: dict[str, Case] = {
         moments=("batch 2", "batch 4", "epoch 0", "batch 6"),
         trainer={"max_epochs": 3, "limit_train_batches": 4},
     ),
+    "stateful-continuing-windows": Case(
+        module=Dropping,
+        data=Continuing,
+        moments=("batch 2", "start 3", "epoch 0"),
+        trainer={"max_epochs": 3, "limit_train_batches": 4, "accumulate_grad_batches": 4},
+    ),
+    "torchdata-windows": Case(
+        module=Dropping,
+        data=partial(torchdata, 16),
+        moments=("batch 2", "batch 6", "epoch 0", "batch 10", "start 11"),
+        trainer={"max_epochs": 3, "accumulate_grad_batches": 4, **OWN},
+        world_size=1,
+    ),
     "stateful-continuing-beside": Case(
         module=Pairs,
         data=continuing,
