@@ -26,6 +26,12 @@ from lightning_mcore.rehearsal import rehearse
 from lightning_mcore.rehearsal.report import rehearsal_text
 from lightning_mcore.rehearsal.settings import build_of, layers_of
 
+_LOCAL = (
+    "assumed, here and in the column plan: the torch backend, which transformer_impl='auto' takes where"
+    " TransformerEngine is not installed. The command plan assumes TransformerEngine's layers, which need other memory;"
+    " to rehearse those, install lightning-mcore[te-cpu]"
+)
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command on the words after ``lightning-mcore rehearse``, and return the exit code."""
@@ -91,17 +97,20 @@ def _rehearse(options: dict[str, Any], words: Sequence[str], parser: CommandPars
     if options["rank"] is not None:
         layout.coordinates(options["rank"], devices)  # raises for a rank outside the world
     ranks = None if options["rank"] is None else [options["rank"]]
-    found = rehearse(build, ranks, per_node, memory, progress, assume, options["device"])
     plan = make_plan(settings, devices, per_node, machine, memory, layers)
+    depth = layout.pipeline_model_parallel_size * (2 if layout.is_interleaved else 1)
+    if plan.batch is not None and plan.batch.num_microbatches > 4 * depth:
+        print(
+            f"plays {plan.batch.num_microbatches} microbatches a step; with {depth}, by a smaller"
+            " accumulate_grad_batches, the peak memory is the same and the rehearsal shorter",
+            file=sys.stderr,
+        )
+    found = rehearse(build, ranks, per_node, memory, progress, assume, options["device"])
     planned = {stage.stage: stage.memory.total for stage in plan.stages}
     if options["json"]:
         shown = {**found.to_dict(), "planned_bytes": {str(stage): total for stage, total in planned.items()}}
         print(json.dumps(shown, indent=2))
     else:
-        print(rehearsal_text(found, planned))
-        if layers == "local" and backend_of(settings.model, "cuda") != "local":
-            print(
-                "assumed: the torch backend, which transformer_impl='auto' takes where TransformerEngine is not"
-                " installed; to rehearse TransformerEngine's layers, install lightning-mcore[te-cpu]"
-            )
+        is_local = layers == "local" and backend_of(settings.model, "cuda") != "local"
+        print(rehearsal_text(found, planned, _LOCAL if is_local else ""))
     return DONE

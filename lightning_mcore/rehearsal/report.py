@@ -14,8 +14,8 @@ _HOLDERS = 5
 _WAITS = 12
 
 
-def rehearsal_text(rehearsal: "Rehearsal", planned: Mapping[int, int] | None = None) -> str:
-    """Return tables of a rehearsal; ``planned`` is the memory of each stage by ``plan``, in bytes."""
+def rehearsal_text(rehearsal: "Rehearsal", planned: Mapping[int, int] | None = None, about: str = "") -> str:
+    """Return tables of a rehearsal; ``planned`` is each stage's memory by ``plan``, in bytes; ``about`` explains it."""
     parts = [f"{rehearsal.layout} on {rehearsal.world_size:,} ranks, rehearsed in {rehearsal.seconds:.0f} s"]
     columns = ["rank", "stage", "parameters", "peak memory", " when", *(["plan", "peak / plan"] if planned else [])]
     rows = []
@@ -25,6 +25,7 @@ def rehearsal_text(rehearsal: "Rehearsal", planned: Mapping[int, int] | None = N
             row += [size(planned[rank.stage]), f"{rank.peak_bytes / planned[rank.stage]:.3f}"]
         rows.append([*row, f"{rank.operators:,}"])
     parts.append(table_text("ranks", [*columns, "operators of a step"], rows))
+    parts += [about] if about else []
     for rank in rehearsal.ranks:
         parts += _of_rank(rank)
     for place, value in {place: value for rank in rehearsal.ranks for place, value in rank.reads.items()}.items():

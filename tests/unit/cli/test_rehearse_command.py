@@ -2,6 +2,7 @@
 """``lightning-mcore rehearse``: what it prints, and what it says of wrong input."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,22 @@ def test_two_stages_of_a_file_are_played_and_compared_with_the_plan(
         assert held["optimizer"] == pytest.approx(12 * rank["parameters"] / 2, rel=0.01)
         assert rank["peak_bytes"] == pytest.approx(found["planned_bytes"][str(rank["stage"])], rel=0.03)
     assert "rank 2: step 2" in shown.err
+
+
+def test_fewer_microbatches_that_have_the_same_peak_are_named(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = []
+    for accumulate, says in (12, "plays 12 microbatches a step; with 2, by"), (2, ""):
+        words = [f"--trainer.accumulate_grad_batches={accumulate}", "--rank", "2"]
+        assert main(["rehearse", file, *words]) == 0
+        shown = capsys.readouterr()
+        assert says in shown.err
+        assert ("microbatches a step" in shown.err) == bool(says)
+        above, below = shown.out.split("RANK 2: WHAT HOLDS MEMORY")
+        assert "here and in the column plan: the torch backend" in above
+        assert "torch backend" not in below
+        [peak] = re.findall(r"([\d.]+) MiB", above)[:1]
+        peaks.append(float(peak))
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.005)  # logged scalars of each microbatch, 512 bytes each
 
 
 def test_answers_of_a_file_have_what_the_reference_model_says_of_them(
