@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.enums import ModelType
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from lightning_mcore.config.layout import ParallelLayout
@@ -173,6 +174,7 @@ def test_combinations_that_megatron_would_compute_wrongly_are_refused(fields: di
 def test_a_model_of_ones_own_is_checked_too() -> None:
     chunk = torch.nn.Linear(2, 2)
     chunk.config = config_of(pipeline_dtype=torch.float32)  # type: ignore[assignment]
+    chunk.model_type, chunk.set_input_tensor = ModelType.encoder_or_decoder, print  # type: ignore[assignment]
     pipeline = Pipeline([chunk], [True], ParallelLayout())
     owned = dict(vars(chunk.config))
     assert pipeline_config(pipeline, owned) is chunk.config

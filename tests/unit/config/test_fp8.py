@@ -16,7 +16,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.enums import Fp8Recipe
+from megatron.core.enums import Fp8Recipe, ModelType
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
@@ -162,7 +162,8 @@ def test_a_chunk_whose_config_has_fp8_of_its_own_is_refused() -> None:
     config = TransformerConfig(
         num_layers=2, hidden_size=8, num_attention_heads=2, fp8="e4m3", **precision.megatron_fields()
     )
-    pipeline: Any = type("Pipe", (), {"chunks": [type("Chunk", (), {"config": config})()]})()
+    chunk = SimpleNamespace(config=config, model_type=ModelType.encoder_or_decoder, set_input_tensor=print)
+    pipeline: Any = SimpleNamespace(chunks=[chunk])
     with refuses(ValueError, "fp8='e4m3'"):
         pipeline_config(pipeline, {**owned, **precision.megatron_fields()})
 
