@@ -62,9 +62,10 @@ def communication_volume(run: Sizes, stage: int) -> list[AxisVolume]:
     parameters = count_of(run.tensors(stage))
     bytes_each = formats.gradient + (formats.gathered if formats.distributed else formats.gradient)
     bytes_each += formats.parameter if formats.layer_wise else 0
-    if formats.sharding:  # in each microbatch, shared parameters for forward and again for backward
-        gathers = 2 if formats.sharding == WHOLLY else 1
-        bytes_each = run.batch.num_microbatches * (formats.gradient + gathers * formats.parameter)
+    if formats.sharding:  # in each microbatch gradients, and shared parameters for forward and again for backward
+        microbatches = run.batch.num_microbatches
+        gathers = 2 * microbatches if formats.sharding == WHOLLY else 1
+        bytes_each = microbatches * formats.gradient + gathers * formats.parameter
     for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):
         volumes[axis].sent += count * bytes_each * _ring(volumes[axis].group_size)
     if stage == 0:
