@@ -14,8 +14,10 @@ from tests.torture import KINDS, PHASES, torture
 )
 def test_killed_ranks_lose_nothing_that_was_whole(kills: tuple[int, ...], tmp_path: Path) -> None:
     phases: Counter[str] = Counter()
-    for number, (kind, wanted) in enumerate(zip(KINDS, kills, strict=True)):
-        if wanted:
+    # On a busy machine, kills that are aimed at a phase may miss it: then more of them, of the first kind.
+    more = [(KINDS[0], 4)] * 4
+    for number, (kind, wanted) in enumerate([*zip(KINDS, kills, strict=True), *more]):
+        if wanted and (number < len(KINDS) or set(phases) != set(PHASES)):
             tally = torture(tmp_path / str(number), wanted, number, kind)
             assert tally.kills == wanted
             phases += tally.phases

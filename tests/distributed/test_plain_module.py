@@ -504,7 +504,7 @@ def test_what_sharded_or_overlapped_gradients_cannot_do_is_refused() -> None:
     for strategy in (SHARDED, {"overlap_grad_reduce": True}):
         with refuses(RuntimeError, "backward ran again before zero_grad()"):
             run_fit(BackwardTwice(), strategy, loader(8, 2))
-    with refuses(TypeError, "configure_optimizers returned 2 optimizers, and overlap_grad_reduce=True needs one"):
+    with refuses(TypeError, "configure_optimizers returned several optimizers, and overlap_grad_reduce=True needs one"):
         run_fit(Adversaries(ADAMW), {"overlap_grad_reduce": True}, loader(8, 2))
 
 
