@@ -99,7 +99,7 @@ def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
     """
     if arguments.variable_seq_lengths and experts and arguments.moe_token_dispatcher_type == "allgather":
         raise ValueError(
-            f"variable_seq_lengths=True contradicts moe_token_dispatcher_type='allgather' in a model with experts"
+            "variable_seq_lengths=True contradicts moe_token_dispatcher_type='allgather' in a model with experts"
             f" ({because}); set moe_token_dispatcher_type='alltoall', or variable_seq_lengths=False"
         )
 

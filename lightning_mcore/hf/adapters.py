@@ -346,9 +346,8 @@ def weights_of_chunk(
     maps: dict[str, WeightMap] = {}
     owners = {id(p): module for module in chunks.bare[index].modules() for p in module.parameters(recurse=False)}
     for entry in sharded_tensors(chunks, index):
-        if not isinstance(entry.data, nn.Parameter) or f".{ADAPTERS}." in entry.key:
-            continue
-        if is_projection(entry.key):
+        is_of_model = f".{ADAPTERS}." not in entry.key and not is_projection(entry.key)
+        if not isinstance(entry.data, nn.Parameter) or not is_of_model:
             continue
         parts: list[tuple[Block, int]] = []
         name, whole, shapes = entry.key, (), {}  # type: str, Shape, Mapping[str, Shape]

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader
 
@@ -19,7 +18,6 @@ from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.data.packing.rows import build_row, collate_rows, join_parts
 from lightning_mcore.layers import core_attention
 from tests.parity.bare_loop import Trace
-from tests.parity.global_tensors import assemble, spread
 from tests.parity.lightning_loop import make_trainer
 from tests.parity.packed import (
     RECIPE,
@@ -29,11 +27,10 @@ from tests.parity.packed import (
     Result,
     Rows,
     all_documents,
-    loss_of_copies,
     one_by_one,
-    slices_of,
 )
 from tests.parity.test_options import LATENT
+from tests.parity.test_packing import assert_trained_alike
 from tests.support import toy
 from tests.support.layouts import Layout
 from tests.support.ranks import on_ranks, run_ranks
@@ -43,7 +40,6 @@ from tests.support.tiny import MAMBA, Batch, Recipe
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("hybrid-context")]
 
-TOLERANCE = 1e-5
 MEANS: tuple[Mean, ...] = ("tokens", "samples", "microbatches")
 SPLIT = ((32, (5, 17)), (32, (30,)))  # with documents longer than half a row
 WHOLE = {  # parts of half a row, and of a quarter
@@ -137,16 +133,8 @@ def _compare(layout: Layout, recipe: Recipe) -> None:
         split_rows = 2 // layout.dp
         assert exchanges == len(MEANS) * split_rows * (2 // layout.pp) * runs
     for mean in MEANS:
-        wanted, traces = reference[mean], [found[mean] for found, _ in ranks]
-        loss = loss_of_copies(traces, layout, built(rows, layout.cp), mean)
-        assert loss == pytest.approx(wanted.loss, rel=1e-6), mean
-        slices = slices_of(traces)
-        worst = spread(slices, wanted.gradients)
-        print(f"{layout.id}, {mean}: {max(worst.values()):.1e}")
-        assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}, mean
-        whole = assemble(slices)["output_layer.weight"].double().flatten()
-        expected = wanted.gradients["output_layer.weight"].double().flatten()
-        assert torch.dot(whole, expected) / torch.dot(expected, expected) == pytest.approx(1.0, abs=1e-6), mean
+        traces = [found[mean] for found, _ in ranks]
+        assert_trained_alike(traces, reference[mean], layout, built(rows, layout.cp), mean)
 
 
 AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}

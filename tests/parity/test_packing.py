@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.parity.bare_loop import Trace
 from tests.parity.global_tensors import assemble, spread
 from tests.parity.packed import (
     LONGER_ROWS,
@@ -33,7 +34,7 @@ from tests.parity.packed import (
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
-from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, KIMI_DELTA, Recipe
+from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, KIMI_DELTA, Batch, Recipe
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("packing")]  # they share runs
 
@@ -191,14 +192,18 @@ def _compare(layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...]
     reference = _reference(layout.one_rank, recipe, rows)
     ranks = run_ranks(layout.world_size, train_packed, layout, recipe, rows, means, timeout=180)
     for mean in means:
-        wanted = reference[mean]
-        traces = [rank[mean] for rank in ranks]
-        loss = loss_of_copies(traces, layout, packed_microbatches(rows, recipe.micro_batch_size), mean)
-        assert loss == pytest.approx(wanted.loss, rel=1e-6), mean
-        slices = slices_of(traces)
-        worst = spread(slices, wanted.gradients)
-        print(f"{layout.id}, {mean}: {max(worst.values()):.1e}")
-        assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}, mean
-        whole = assemble(slices)["output_layer.weight"].double().flatten()
-        expected = wanted.gradients["output_layer.weight"].double().flatten()
-        assert torch.dot(whole, expected) / torch.dot(expected, expected) == pytest.approx(1.0, abs=1e-6), mean
+        batches = packed_microbatches(rows, recipe.micro_batch_size)
+        assert_trained_alike([rank[mean] for rank in ranks], reference[mean], layout, batches, mean)
+
+
+def assert_trained_alike(traces: list[Trace], wanted: Result, layout: Layout, batches: list[Batch], mean: Mean) -> None:
+    """Compare loss and gradients of all ranks with those of documents that were trained one by one."""
+    loss = loss_of_copies(traces, layout, batches, mean)
+    assert loss == pytest.approx(wanted.loss, rel=1e-6), mean
+    slices = slices_of(traces)
+    worst = spread(slices, wanted.gradients)
+    print(f"{layout.id}, {mean}: {max(worst.values()):.1e}")
+    assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}, mean
+    whole = assemble(slices)["output_layer.weight"].double().flatten()
+    expected = wanted.gradients["output_layer.weight"].double().flatten()
+    assert torch.dot(whole, expected) / torch.dot(expected, expected) == pytest.approx(1.0, abs=1e-6), mean

@@ -433,14 +433,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def costs(self) -> NDArray[np.float64]:
         """Work of attention in each row, [rows]: the sum of its sub-sequences' squared lengths."""
         # Rows of 8 places: sub-sequences of 8 cost 64, of 4 and 4 cost 32, of 2, 2, 2 and 2 cost 16.
-        return np.add.reduceat(self._squares[self._rows.order], self._rows.offsets[:-1])
-
-    @property
-    def _squares(self) -> NDArray[np.float64]:
-        """Return the work of attention in each sample, [samples]."""
-        places = self._padded().astype(np.float64).reshape(len(self.samples.lengths), -1)
-        squares: NDArray[np.float64] = np.square(places).sum(1)
-        return squares
+        squares = np.square(self._padded().astype(np.float64)).reshape(len(self.samples.lengths), -1).sum(1)
+        return np.add.reduceat(squares[self._rows.order], self._rows.offsets[:-1])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -501,9 +495,8 @@ class HybridPackedDataset(PackedDataset):
     @property
     def costs(self) -> NDArray[np.float64]:
         """Work of attention in each row on one of its ranks, [rows]."""
-        of_parts = np.add.reduceat(self._squares[self._rows.order], self._rows.offsets[:-1])
         is_split = np.diff(self._first_parts) == 1
-        of_rows: NDArray[np.float64] = np.maximum.reduceat(of_parts, self._first_parts[:-1])
+        of_rows: NDArray[np.float64] = np.maximum.reduceat(super().costs, self._first_parts[:-1])
         return np.where(is_split, of_rows / self._parts, of_rows)
 
     def __len__(self) -> int:
