@@ -163,7 +163,7 @@ def end_pass(fit: Any) -> None:
     treat a loaded state as the beginning of the next pass, and forget it only with the first batch of that pass.
     """
     # A loader of 6 batches, of which limit_train_batches=4 are read, was saved before its fourth: next() reads that
-    # one. The epoch that follows begins with batch 0, or with batch 4 if the loader goes on where it was left.
+    # one. The next epoch begins with batch 0, or with batch 4 if the loader continues across epochs.
     [loader] = fit._combined_loader.flattened
     if fit._data_fetcher.length is not None and not getattr(loader, "counts_trained_batches", False):
         next(fit._combined_loader._iterator.iterators[0], None)

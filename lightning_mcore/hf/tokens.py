@@ -9,7 +9,7 @@ from lightning_mcore.hf.source import is_hub_name, local_folder
 
 
 def tokens_of(path: str | None) -> Mapping[str, int] | None:
-    """Return the number of each token in the tokenizer.json of a folder or hub name; None if there is no such file."""
+    """Return the tokens in the tokenizer.json of a folder or hub name, with their ids; None without such a file."""
     if path is None or not (os.path.isdir(path) or is_hub_name(path)):
         return None
     file = os.path.join(local_folder(path), "tokenizer.json")
@@ -24,9 +24,9 @@ def tokens_of(path: str | None) -> Mapping[str, int] | None:
 
 
 def difference_from_model(path: str | None, trained: Mapping[str, int]) -> str | None:
-    """Return a sentence if training data has tokens that the model's tokenizer lacks or numbers otherwise.
+    """Return a sentence if the data's tokenizer has tokens that the model's lacks, or that have another id there.
 
-    ``path`` is the model's folder or hub name. None if there is no difference, or the tokenizer.json cannot be read.
+    ``path`` is the model's folder or hub name. Returns None if they agree, or if its tokenizer.json cannot be read.
     """
     try:
         own = tokens_of(path)

@@ -54,7 +54,7 @@ def mark_own(out: str) -> None:
 def foreign_files(out: str) -> list[str]:
     """Return the files below a folder that :func:`mark_own` did not list there."""
     own: set[str] = {OWN_FILES}
-    errors = (FileNotFoundError, ValueError, KeyError, TypeError)  # there is no list, or it is broken
+    errors = (FileNotFoundError, ValueError, KeyError, TypeError)  # the list is missing or broken
     with contextlib.suppress(*errors), open(os.path.join(out, OWN_FILES), encoding="utf-8") as file:
         own |= {*json.load(file)["files"]}
     return [name for name in _files_below(out) if name not in own]

@@ -5,8 +5,8 @@ transformers' own loop does the rest: greedy search, sampling, beam search, logi
 calls :class:`Generator` with whole rows. All ranks of a model copy run the loop with the same logits and the same
 random state, so they choose the same tokens.
 
-If the rows continue those of the call before by one token, which may come in another order, as in beam search, only
-this token runs through the model (``layers/token_cache.py``).
+If each row continues a row of the previous call by one token, only that token runs through the model
+(``layers/token_cache.py``). Beam search may reorder, repeat and drop rows.
 """
 
 import contextlib

@@ -4,14 +4,14 @@
 A prompt runs as in validation, context parallelism included, while each attention layer keeps its keys and values and
 each layer with a memory its state. Then every call has one token for each row, which all context-parallel ranks
 compute. A rank keeps its share of the prompt and one of ``context_parallel_size`` new tokens. It attends to its own
-keys only, and the ranks join their softmaxes, so no keys are sent. The rows of a prompt of 10 tokens on two ranks, made
-up to 12 places, which rank 0 holds 6 of::
+keys only, and the ranks join their softmaxes, so no keys are sent. On two ranks, a prompt of 10 tokens is padded to 12
+places, 6 on each rank. These keys are kept, first of the prompt, then of new tokens::
 
-    rank 0   0 1 2 9 (10 11 are not kept)   10 12 ...
+    rank 0   0 1 2 9 (not the padding)      10 12 ...
     rank 1   3 4 5 6 7 8                     11 13 ...
 
-Rows begin at position 0 and may have different lengths. The places after a row's last token are hidden from its new
-tokens, whose positions continue the row's own.
+Rows begin at position 0 and may have different lengths. New tokens do not see the padding at the end of a shorter row:
+their positions follow its last token.
 
 :class:`TokenCache` is lent to the layers by :meth:`~TokenCache.attached`. The layers are those that have a ``cache``;
 Megatron's rotary embeddings give the angles of the next token by a hook.
@@ -61,7 +61,7 @@ class TokenCache:
         self.lengths: Tensor | None = None
         self._pipeline = pipeline
         self._layers = [layer for chunk in pipeline.chunks for layer in chunk.modules() if hasattr(layer, "cache")]
-        self._whole: list[tuple[Any, str]] = []  # whose sequence parallelism is off while one token runs
+        self._whole: list[tuple[Any, str]] = []  # where to turn sequence parallelism off for one token
         configs = {id(config): config for layer in pipeline.modules() if (config := getattr(layer, "config", None))}
         self._configs = list(configs.values())
         if pipeline.layout.sequence_parallel:
