@@ -34,7 +34,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,9 +44,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.overhead import LEARNING_RATE, REPOSITORY, circumstances, transformer_fields, write_results
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
-from lightning_mcore.data.packing.best_fit import PackingStatistics, TokenSample, pack_lengths
+from lightning_mcore.data.packing.best_fit import TokenSample, pack_lengths, pack_parts
 from lightning_mcore.data.packing.online import OnlinePacker
-from lightning_mcore.data.packing.rows import HybridPackedDataset, build_row, collate_padded, collate_rows
+from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from lightning_mcore.data.sampling import even_out
 from tests.support.ranks import run_ranks
 
@@ -216,15 +215,21 @@ def work_of(squares: np.ndarray) -> np.ndarray:
 
 def streamed_squares(lengths: np.ndarray, ranks: int) -> np.ndarray:
     """Return the squares of streamed rows, turn by turn; rank r packs samples r, r + ranks and so on."""
-    tokens = np.zeros(LONG_ROW + 1, np.int64)
     by_rank = []
     for rank in range(ranks):
-        packer = OnlinePacker(LONG_ROW)
-        packer._close = lambda row: sum(sample.length**2 for sample in row.samples)  # type: ignore
-        made = [packer.add(TokenSample(tokens[: length + 1])) for length in lengths[rank::ranks].tolist()]
-        by_rank.append([square for closed in made for square in closed] + packer.flush())
+        rows = streamed_rows(OnlinePacker(LONG_ROW), lengths[rank::ranks])
+        by_rank.append([sum(length**2 for length in part) for [part] in rows])
     turns = min(map(len, by_rank))  # where the stream's epoch ends
     return np.array([squares[:turns] for squares in by_rank], np.float64).T.flatten()
+
+
+def streamed_rows(packer: OnlinePacker, lengths: np.ndarray) -> list[list[list[int]]]:
+    """Return the lengths of the documents in each part of the rows that a stream makes."""
+    tokens = np.zeros(LONG_ROW + 1, np.int64)
+    packer._close = lambda row: [[sample.length for sample in part] for part in row]  # type: ignore
+    made = [packer.add(TokenSample(tokens[: length + 1])) for length in lengths.tolist()]
+    rows: Any = [row for closed in made for row in closed] + packer.flush()
+    return rows
 
 
 def idle_share(work: np.ndarray) -> float:
@@ -236,25 +241,31 @@ def idle_share(work: np.ndarray) -> float:
 
 
 def measure_context(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return padding, traffic and waiting for every document split, and for short documents whole."""
+    """Return padding, traffic and waiting for every document split, and for short documents whole, also in a stream."""
     results = []
     for name, lengths in distributions(options.fill_samples, LONG_ROW).items():
         for ranks in options.context_ranks:
-            samples = SimpleNamespace(lengths=lengths, statistics=PackingStatistics())
-            rows = HybridPackedDataset(samples, LONG_ROW, 2 * ranks, ranks)
-            is_split = np.diff(rows._first_parts) == 1
             # Forward gathers keys and values, backward does so again and then reduces their gradients, in 16 bits.
             sent = 3 * (ranks - 1) * LONG_ROW // ranks * 2 * KEYS * 2 * LAYERS / 2**30
-            squares = np.add.reduceat(np.square(lengths[rows._rows.order].astype(np.float64)), rows._rows.offsets[:-1])
-            work = work_of_parts(squares[is_split.sum() :].reshape(-1, ranks), ranks)
-            split_work = work_of_parts(squares[: is_split.sum()] / ranks, ranks).sum() * ranks
-            unsorted = np.random.default_rng(2).permutation(work.flatten()).reshape(-1, ranks)
-            found = {"lengths": name, "ranks": ranks, "split_rows": float(is_split.mean()), "sent_before": sent}
-            found |= {"sent": sent * float(is_split.mean())}
-            found |= {"padding_before": padding_of(lengths, 2 * ranks), "padding": samples.statistics.padding_share}
-            for kind, of_rows in (("idle_of_any_parts", unsorted), ("idle", work)):
-                longest = of_rows.max(1).sum() * ranks + split_work
-                found[kind] = float(1 - (of_rows.sum() + split_work) / longest)
+            found = {"lengths": name, "ranks": ranks, "sent_before": sent}
+            found |= {"padding_before": padding_of(lengths, 2 * ranks)}
+            packed = pack_parts(lengths, LONG_ROW, 2 * ranks, ranks)
+            of_files = [[lengths[part].tolist() for part in packed[row]] for row in range(len(packed))]
+            of_stream = streamed_rows(OnlinePacker(LONG_ROW, 2 * ranks, parts=ranks), lengths)
+            for kind, rows in (("", of_files), ("streamed_", of_stream)):
+                squares = [[sum(length**2 for length in part) for part in row] for row in rows]
+                whole = work_of_parts(
+                    np.array([row for row in squares if len(row) > 1], float).reshape(-1, ranks), ranks
+                )
+                split = np.array([row[0] / ranks for row in squares if len(row) == 1])
+                split_work = work_of_parts(split, ranks).sum() * ranks
+                padding = 1 - lengths.sum() / (len(rows) * LONG_ROW)
+                found |= {f"{kind}split_rows": len(split) / len(rows), f"{kind}padding": float(padding)}
+                unsorted = np.random.default_rng(2).permutation(whole.flatten()).reshape(-1, ranks)
+                for order, work in (("idle_of_any_parts", unsorted), ("idle", whole)):
+                    longest = work.max(1).sum() * ranks + split_work
+                    found[f"{kind}{order}"] = float(1 - (work.sum() + split_work) / longest)
+            found["sent"] = sent * found["split_rows"]
             results.append(found)
             print(found, flush=True)
     return results
@@ -451,13 +462,15 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
             "short documents whole (`hybrid_context_parallel`):",
             "",
             "| lengths | ranks | rows that are split | GiB a rank sends for a row: all split | hybrid | "
-            "padding: all split | hybrid | waiting: parts in any order | parts of like cost |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "padding: all split | hybrid | waiting: parts in any order | parts of like cost | "
+            "stream: rows that are split | padding | waiting |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [
             f"| {row['lengths']} | {row['ranks']} | {row['split_rows']:.1%} | {row['sent_before']:.2f} | "
             f"{row['sent']:.2f} | {row['padding_before']:.2%} | {row['padding']:.2%} | "
-            f"{row['idle_of_any_parts']:.1%} | {row['idle']:.1%} |"
+            f"{row['idle_of_any_parts']:.1%} | {row['idle']:.1%} | "
+            f"{row['streamed_split_rows']:.1%} | {row['streamed_padding']:.2%} | {row['streamed_idle']:.1%} |"
             for row in results["context"]
         ]
         lines.append("")

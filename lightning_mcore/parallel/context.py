@@ -89,15 +89,20 @@ def packed_positions(offsets: Tensor, length: int, rank: int, size: int, hybrid:
     positions = starts + within + torch.where(within < slices, early * slices, (late - 1) * slices)
     if not hybrid or size == 1:
         return positions
-    # A row of 8 with documents of 3, 1 and 4 tokens on two ranks: one begins at 4, so rank 0 has 0 1 2 3.
     part = length // size
-    edges = torch.arange(part, length, part, device=offsets.device)
-    is_whole = (offsets[..., None, :] == edges[:, None]).any(-1).all()
-    return torch.where(is_whole, torch.arange(rank * part, (rank + 1) * part, device=offsets.device), positions)
+    own = torch.arange(rank * part, (rank + 1) * part, device=offsets.device)
+    return torch.where(whole_rows(offsets, length, size).all(), own, positions)
+
+
+def whole_rows(offsets: Tensor, length: int, size: int) -> Tensor:
+    """Return which rows with these boundaries, [..., n + 1], are whole, [...] bool."""
+    # A row of 8 with documents of 3, 1 and 4 tokens on two ranks: one begins at 4, so rank 0 has 0 1 2 3.
+    edges = torch.arange(length // size, length, length // size, device=offsets.device)
+    return (offsets[..., None, :] == edges[:, None]).any(-1).all(-1)
 
 
 def are_whole(rows: Sequence[Sequence[int]], length: int, size: int) -> bool:
-    """Return whether all rows with these boundaries are whole, as :func:`packed_positions` finds out on the device."""
+    """Return whether all rows with these boundaries are whole, as :func:`whole_rows` finds out on the device."""
     edges = range(length // size, length, length // size)
     return all(set(edges) <= set(offsets) for offsets in rows)
 

@@ -311,22 +311,26 @@ def test_a_run_goes_on_with_the_data_that_it_had_or_says_what_changed(tmp_path: 
 HYBRID = {"context_parallel_size": 2, "hybrid_context_parallel": True}
 
 
-def resumed_hybrid(folder: str, data: str) -> tuple[Run, dict[str, Run]]:
+def resumed_hybrid(folder: str, data: str, streaming: bool) -> tuple[Run, dict[str, Run]]:
     """Train on rows of whole and of split documents, and go on from each checkpoint."""
+    stream_reader.BATCHES_BETWEEN_STATES, stream_reader.OPEN_ROWS = 2, 4
     options = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    whole, watch = train(HYBRID, finetuning(data, shuffle=True), f"{folder}/hybrid", MOMENTS, **options)
+    whole, watch = train(HYBRID, finetuning(data, streaming=streaming), f"{folder}/hybrid", MOMENTS, **options)
     assert {place % 32 for place in watch.padded} - {0, 4, 8, 12, 16, 20, 24, 28}, "every document was padded"
     again = {
-        moment: train(HYBRID, finetuning(data), resume=f"{folder}/hybrid/{moment}.ckpt", **options)[0]
+        moment: train(
+            HYBRID, finetuning(data, streaming=streaming), resume=f"{folder}/hybrid/{moment}.ckpt", **options
+        )[0]
         for moment in MOMENTS
     }
     return whole, again
 
 
 @pytest.mark.slow
-def test_a_run_with_whole_documents_resumes_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True], ids=["files", "stream"])
+def test_a_run_with_whole_documents_resumes_bit_for_bit(tmp_path: Path, streaming: bool) -> None:
     write(tmp_path / "data/a.jsonl", [*exchanges(ROWS, 6), *exchanges(8, 40, seed=1)])
-    for whole, again in run_ranks(2, resumed_hybrid, str(tmp_path), str(tmp_path / "data"), timeout=180):
+    for whole, again in run_ranks(2, resumed_hybrid, str(tmp_path), str(tmp_path / "data"), streaming, timeout=180):
         for moment in MOMENTS:
             batches, steps = whole.places[moment]
             assert again[moment].batches == whole.batches[batches:]

@@ -31,19 +31,38 @@ def rows_of(batch: dict[str, Any]) -> list[tuple[tuple[Any, ...], ...]]:
     return rows
 
 
-def work(batches: list[dict[str, Any]]) -> np.ndarray:
-    """Return the work of attention in each step, from the sub-sequences' lengths, counted one by one."""
-    costs = [sum(int(length) ** 2 for length in batch["cu_seqlens"].diff().flatten()) for batch in batches]
+def cost(row: dict[str, Any], parts: int) -> float:
+    """Return the work of attention in a row on the busiest of its ranks, from lengths, counted one by one."""
+    starts, lengths = row["cu_seqlens_padded"].tolist(), row["cu_seqlens"].diff().tolist()
+    part = row["tokens"].numel() // parts
+    of_ranks = [0.0] * parts
+    for start, length in zip(starts[:-1], lengths, strict=True):
+        is_shared = not set(range(0, row["tokens"].numel(), part)) <= set(starts)
+        for rank in range(parts):
+            if is_shared or start // part == rank:
+                of_ranks[rank] += length**2 / (parts if is_shared else 1)
+    return max(of_ranks)
+
+
+def work(batches: list[dict[str, Any]], parts: int) -> np.ndarray:
+    """Return the work of attention in each step."""
+    costs = [
+        sum(cost({name: values[row] for name, values in batch.items()}, parts) for row in range(len(batch["tokens"])))
+        for batch in batches
+    ]
     whole = len(costs) // ACCUMULATED * ACCUMULATED
     return np.array(costs[:whole], float).reshape(-1, ACCUMULATED).sum(1)
 
 
-@pytest.mark.parametrize(("batch_size", "row_length"), [(1, 95), (2, 96)])
+@pytest.mark.parametrize(("batch_size", "row_length", "parts"), [(1, 95, 1), (2, 96, 1), (1, 96, 2)])
 @on_ranks(RANKS, timeout=120)
-def test_a_step_has_the_same_rows_and_ranks_get_like_work(tmp_path: Path, batch_size: int, row_length: int) -> None:
+def test_a_step_has_the_same_rows_and_ranks_get_like_work(
+    tmp_path: Path, batch_size: int, row_length: int, parts: int
+) -> None:
     """Compared with what the readers of all ranks make, each of which every rank can read alone."""
     rank, folder = dist.get_rank(), tmp_path / str(dist.get_rank())
-    of_stream = settings(folder, batch_size=batch_size, sources=True, row_length=row_length)
+    sizes = {"row_length": row_length, "parts": parts, "multiple": 4 if parts > 1 else 1}
+    of_stream = settings(folder, batch_size=batch_size, sources=True, **sizes)
     of_stream.files.append(write(folder / "d.jsonl", exchanges(600, 80, seed=1)))
     of_stream.sources[of_stream.files[-1]] = 4  # type: ignore[index]
     trainer = stub_trainer()
@@ -62,7 +81,9 @@ def test_a_step_has_the_same_rows_and_ranks_get_like_work(tmp_path: Path, batch_
         moved += now != as_read
         assert all(batch[name].dtype == values.dtype for batch in batches for name, values in read[0][0].items())
     assert moved > len(dealt) / 4
-    before, after = (idle(np.stack([work(batches[: len(dealt)]) for batches in each])) for each in (read, shares))
+    before, after = (
+        idle(np.stack([work(batches[: len(dealt)], parts) for batches in each])) for each in (read, shares)
+    )
     assert after < 0.6 * before, (before, after)
 
 

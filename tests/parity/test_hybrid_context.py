@@ -14,8 +14,8 @@ import pytest
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.data.packing.rows import build_row, collate_rows, join_parts
+from lightning_mcore import MCoreGPT, MCoreStrategy, OnlinePacker
+from lightning_mcore.data.packing.rows import build_parts, build_row, collate_rows
 from lightning_mcore.layers import core_attention
 from tests.parity.bare_loop import Trace
 from tests.parity.lightning_loop import make_trainer
@@ -73,28 +73,40 @@ def built(rows: Rows, ranks: int) -> list[Batch]:
                 parts.append([])
             parts[-1].append(sample)
         if len(parts) == ranks and all(sample.length <= length // ranks for sample in samples):
-            row = join_parts([build_row(part, length // ranks) for part in parts])
+            row = build_parts(build_row, parts, length, 2 * ranks, ranks)
         else:
             row = build_row(samples, length, 2 * ranks)
         found.append(collate_rows([row]))
     return found
 
 
+def streamed(rows: Rows, ranks: int) -> list[Batch]:
+    """Return microbatches of what a stream makes of the same documents."""
+    packer = OnlinePacker(rows[0][0], 2 * ranks, open_rows=2, parts=ranks)
+    found = [row for samples in all_documents(rows) for sample in samples for row in packer.add(sample)]
+    return [collate_rows([row]) for row in found + packer.flush()]
+
+
 class HybridGPT(PackedGPT):
-    """Trains on the rows of :func:`built`."""
+    """Trains on the rows of :func:`built`, or of :func:`streamed`."""
+
+    is_streamed = False
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        batches = built(self.rows, self.layout.cp)
+        batches = (streamed if self.is_streamed else built)(self.rows, self.layout.cp)
         mine = batches[parallel_state.get_data_parallel_rank() :: self.layout.dp]
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
 
-def train(layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...]) -> tuple[dict[Mean, Trace], int]:
+def train(
+    layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...], is_streamed: bool = False
+) -> tuple[dict[Mean, Trace], int]:
     """Train for one step with each meaning of the loss; also return how often attention exchanged keys and values."""
     traces: dict[Mean, Trace] = {}
     with mock.patch.object(core_attention, "over_whole_sequences", wraps=core_attention.over_whole_sequences) as calls:
         for mean in means:
             module = HybridGPT(layout, replace(recipe, token_weighted=mean != "microbatches"), rows, mean)
+            module.is_streamed = is_streamed
             strategy = MCoreStrategy(**layout.strategy_arguments, hybrid_context_parallel=True)
             make_trainer(layout.world_size, strategy, len(rows) // layout.dp).fit(module)
             assert module.trace is not None
@@ -122,6 +134,18 @@ def test_layers_that_are_computed_again_know_the_kind_of_their_row() -> None:
     """Backward runs them after other rows have gone through."""
     again = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
     _compare(Layout(pp=2, cp=2), replace(RECIPE, options=(*TWO_LAYERS, *again)))
+
+
+def test_rows_of_a_stream_train_as_their_documents_do_one_by_one() -> None:
+    layout, means = Layout(cp=2), ("tokens", "samples")
+    rows = rows_of(layout)
+    batches = streamed(rows, 2)
+    assert len(batches) == len(rows)
+    ranks = run_ranks(2, train, layout, RECIPE, rows, means, True, timeout=180)
+    assert 0 < ranks[0][1] < len(means) * len(rows) * 2, "both kinds of rows"
+    for mean in means:
+        traces = [found[mean] for found, _ in ranks]
+        assert_trained_alike(traces, _reference(layout, RECIPE, rows)[mean], layout, batches, mean)
 
 
 def _compare(layout: Layout, recipe: Recipe) -> None:

@@ -23,6 +23,7 @@ from lightning_mcore.data.embedding.texts import Texts, build_texts_row, collate
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.tokenized import Reading
 from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics
+from lightning_mcore.data.packing.rows import PackingMultiples
 from lightning_mcore.data.preference.datamodule import PackedPairs
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.parallel.consensus import run_on_all_ranks
@@ -71,9 +72,8 @@ class TextSamples(Dataset[Texts]):
 class PackedTexts(PackedPairs):
     """Packed rows of texts; ``samples`` are :class:`TextSamples`. All texts of a data row stay together."""
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a row; ``texts.py`` lists its tensors."""
-        return build_texts_row(self.samples.take(self._rows[index]), self._row_length, self._multiple)
+    def _build(self, samples: NDArray[np.int64], length: int, multiple: int) -> dict[str, Tensor]:
+        return build_texts_row(self.samples.take(samples), length, multiple)
 
 
 @inherit_help(MCoreFinetuningData)
@@ -183,8 +183,8 @@ class MCoreEmbeddingData(MCoreFinetuningData):
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TextSamples:
         return TextSamples(tokenized, indices, self._places, name)
 
-    def _packed(self, samples: TextSamples, multiple: int) -> PackedTexts:
-        return PackedTexts(samples, self.seq_length, multiple)
+    def _packed(self, samples: TextSamples, multiples: PackingMultiples) -> PackedTexts:
+        return PackedTexts(samples, self.seq_length, multiples)
 
     @property
     def _other_texts(self) -> str:

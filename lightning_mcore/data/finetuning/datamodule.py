@@ -45,7 +45,6 @@ from lightning_mcore.data.finetuning.tokenized import (
 from lightning_mcore.data.loop_progress import LoopProgress
 from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics
 from lightning_mcore.data.packing.rows import (
-    HybridPackedDataset,
     PackedDataset,
     PackingMultiples,
     TokenizedSamples,
@@ -396,15 +395,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
                 self._sources = _numbered(sources_of(tokenized))
             name = f"{_SPLITS[split]}={getattr(self, _SPLITS[split]) or self.train_files!r}"
             samples = self._samples(tokenized, indices, name)
-            self._data[split] = self._packed(samples, multiples.sub_sequence) if self.packing else samples
+            self._data[split] = self._packed(samples, multiples) if self.packing else samples
             self.statistics[split] = samples.statistics
             rank_zero_info(f"{split} data: {self._summary(samples)}")
 
-    def _packed(self, samples: Any, multiple: int) -> PackedDataset:
-        parts = self._multiples().parts
-        if parts > 1:
-            return HybridPackedDataset(samples, self.seq_length, multiple, parts)
-        return PackedDataset(samples, self.seq_length, multiple)
+    def _packed(self, samples: Any, multiples: PackingMultiples) -> PackedDataset:
+        return PackedDataset(samples, self.seq_length, multiples)
 
     def _summary(self, samples: Any) -> str:
         """Return a line with the counts of used, cut and dropped samples."""
@@ -482,6 +478,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
             seed=self.seed,
             vocab_size=self._model_vocab_size(),
             padded_to=self._padded_to,
+            parts=multiples.parts,
             sources=self._sources_of(files) if self.log_sources else None,
         )
 

@@ -34,7 +34,7 @@ from lightning_mcore.data.finetuning.processors import load_processor, require_p
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, RowReader
 from lightning_mcore.data.finetuning.videos import END, START, VIDEO_PAD, Videos
 from lightning_mcore.data.packing.best_fit import Overlong, TokenSample
-from lightning_mcore.data.packing.rows import PackedDataset, TokenizedSamples
+from lightning_mcore.data.packing.rows import PackedDataset, PackingMultiples, TokenizedSamples, build_row
 
 MARKERS = {"image": "<image>", "video": "<video>"}
 _IMAGE_PAD = "<|image_pad|>"
@@ -255,11 +255,10 @@ class _Samples(TokenizedSamples):
 
 
 class _Packed(PackedDataset):
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        samples = self.samples.take(self._rows[index])
-        row: dict[str, Any] = super().__getitem__(index)
-        files = {name: [file for sample in samples for file in getattr(sample, name)] for name in (_IMAGES, _VIDEOS)}
-        return {**row, **files}
+    def _build(self, samples: NDArray[np.int64], length: int, multiple: int) -> dict[str, Any]:
+        read = self.samples.take(samples)
+        files = {name: [file for sample in read for file in getattr(sample, name)] for name in (_IMAGES, _VIDEOS)}
+        return {**build_row(read, length, multiple), **files}
 
 
 class _Collate:
@@ -340,8 +339,8 @@ class ImageRows(MCoreFinetuningData):
         arguments = tokenized, indices, self.seq_length, self.overlong, name
         return _Samples(*arguments, tokens=self._tokens, videos=self.videos)
 
-    def _packed(self, samples: Any, multiple: int) -> PackedDataset:
-        return _Packed(samples, self.seq_length, multiple)
+    def _packed(self, samples: Any, multiples: PackingMultiples) -> PackedDataset:
+        return _Packed(samples, self.seq_length, multiples)
 
     @property
     def _collate(self) -> Callable[[list[Any]], Any]:

@@ -127,7 +127,8 @@ class StreamLoader:
         self._restored = None
         if not state["batches"]:
             return
-        saved = {"log_sources": False, **state["stream"]}  # which older checkpoints lack
+        older = {"log_sources": False, "hybrid_context_parallel": False}  # which older checkpoints lack
+        saved = {**older, **state["stream"]}
         if (change := first_change(saved, self._marks())) is not None:
             name, then, now = change
             raise ValueError(
@@ -146,6 +147,7 @@ class StreamLoader:
             "data_parallel_size": self._ranks,
             "num_workers": self._num_workers,
             "log_sources": settings.sources is not None,
+            "hybrid_context_parallel": settings.parts > 1,
             **{name: getattr(settings, name) for name in names},
         }
 
@@ -170,7 +172,7 @@ class StreamLoader:
             return None
         is_ours = isinstance(getattr(trainer.strategy, "layout", None), ParallelLayout)
         group = data_parallel_hosts() if is_ours else control_group()
-        return RowDealer(group, lambda: trainer.accumulate_grad_batches)
+        return RowDealer(group, lambda: trainer.accumulate_grad_batches, self._settings.parts)
 
     def _finish(
         self, running: "_Epoch", items: Iterator[Item], item: Item | None, group: dist.ProcessGroup | None

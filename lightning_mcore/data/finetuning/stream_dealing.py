@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_mcore.data.finetuning.stream_reader import Batch
+from lightning_mcore.data.packing.rows import costs_of_rows
 from lightning_mcore.data.sampling import even_out
 
 _LAST_VALUES = {"cu_seqlens": None, "cu_seqlens_padded": None, "sample_ids": -1, "source_ids": -1}  # None repeats
@@ -28,19 +29,20 @@ _LAST_VALUES = {"cu_seqlens": None, "cu_seqlens_padded": None, "sample_ids": -1,
 class RowDealer:
     """Deals out packed batches among the ranks of ``group``, a gloo group.
 
-    ``batches_per_step`` returns the batches of an optimizer step on one rank.
+    ``batches_per_step`` returns the batches of an optimizer step on one rank; rows of short documents have ``parts``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, batches_per_step: Callable[[], int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, batches_per_step: Callable[[], int], parts: int = 1) -> None:
         self._group = group
         self._batches_per_step = batches_per_step
+        self._parts = parts
         self._costs: list[NDArray[np.float64]] = []  # of this step's rows, batch by batch, in the order of turns
 
     def deal(self, batch: Batch, number: int) -> Batch:
         """Return this rank's rows of batch ``number`` of the epoch, [b, s], from those that it read; collective."""
         rank, ranks = self._group.rank(), self._group.size()
-        lengths = batch["cu_seqlens"].diff(dim=1).double()
-        own = torch.cat((lengths.square().sum(dim=1), torch.tensor([float(lengths.size(1))])))
+        turns, sequences = batch["sample_ids"].shape
+        own = torch.cat((costs_of_rows(batch, self._parts), torch.tensor([float(sequences)])))
         told = [torch.empty_like(own) for _ in range(ranks)]
         dist.all_gather(told, own, group=self._group)
         known = torch.stack(told)
@@ -49,7 +51,6 @@ class RowDealer:
         # Two ranks with two rows each, of costs 9 8 and 1 2: the turns are 9 1 and 8 2, so the second turn is dealt as
         # 2 8. ``source`` is then [[0, 1], [1, 0]]: rank 0 keeps its first row and gets the second of rank 1. Ranks are
         # alike before a step's first turn, so nothing is sent for that one.
-        turns = lengths.size(0)
         self._costs.append(known[:, :-1].t().flatten().numpy())
         of_step = even_out(np.concatenate(self._costs), ranks, turns * len(self._costs)).reshape(-1, ranks) % ranks
         source = of_step[-turns:, np.argsort(of_step[0])]

@@ -48,6 +48,7 @@ class StreamSettings:
     seed: int
     vocab_size: int | None = None
     padded_to: int | None = None  # places of a row without packing; None for the longest of the batch
+    parts: int = 1  # of a row of short samples, with hybrid_context_parallel
     sources: Mapping[str, int] | None = None  # each file's source, for batches that name them
 
 
@@ -293,6 +294,7 @@ def _packer(settings: StreamSettings) -> OnlinePacker | _OneInARow:
         overlong=settings.overlong,
         empty="drop",
         vocab_size=settings.vocab_size,
+        parts=settings.parts,
     )
 
 

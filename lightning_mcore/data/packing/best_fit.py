@@ -4,7 +4,8 @@
 Packing samples into rows of fixed length leaves almost no padding. Finding the fewest rows is bin packing. *Best-fit
 decreasing* takes samples from longest to shortest and puts each into the fullest row that still has room.
 :func:`pack_lengths` computes the same result without visiting every sample, because samples of one length are
-interchangeable, and so are rows with the same room.
+interchangeable, and so are rows with the same room. :func:`pack_parts` keeps short samples whole on one of the ranks
+that share a row.
 
 :func:`fit_sample` first handles samples that are longer than a row or have nothing to learn, and counts them in
 :class:`PackingStatistics`, which becomes one log line. ``rows.py`` makes tensors of the rows, ``online.py`` packs
@@ -21,7 +22,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.config.value_checks import require_choice, require_size
+from lightning_mcore.config.value_checks import neighbours, require_choice, require_size
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +224,122 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
     return PackedRows(order, offsets)
 
 
+@dataclass(frozen=True, eq=False)
+class PackedParts:
+    """Sample numbers row by row, and part by part of a row; the parts of a row have the same length."""
+
+    parts: PackedRows  # of all rows, one row after the other
+    offsets: NDArray[np.int64]  # [rows + 1]; row i has the parts offsets[i] to offsets[i + 1]
+    most: int  # parts in a row of short samples
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> list[NDArray[np.int64]]:
+        """Return the sample numbers of each part of a row: of one part, or of ``most``."""
+        return [self.parts[part] for part in range(*self.offsets[row : row + 2].tolist())]
+
+    def padded(self, lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+        """Return the places that sequences of these lengths take, [samples] or [samples, n]."""
+        parts = np.diff(self.offsets)
+        of_parts = np.repeat(multiple_in(multiple, parts, self.most), parts)
+        multiples = np.empty(len(lengths), np.int64)
+        multiples[self.parts.order] = np.repeat(of_parts, np.diff(self.parts.offsets))
+        return _padded(lengths, multiples.reshape(-1, *[1] * (lengths.ndim - 1)))
+
+    def costs(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the work of attention in each row, on the rank that has most, for [samples] or [samples, n]."""
+        # Rows of 8 places: sequences of 8 cost 64, of 4 and 4 cost 32. The parts 3 1 and 2 2 cost 10 and 8, so a row of
+        # the two costs 10. A rank that shares the sequence of 8 has 32 of its 64.
+        each = _sums(_squares(lengths), self.parts)
+        if self.most == 1 or not len(each):
+            return each
+        of_rows: NDArray[np.float64] = np.maximum.reduceat(each, self.offsets[:-1])
+        return of_rows * np.diff(self.offsets) / self.most
+
+
+def multiple_in(multiple: int, parts: Any, most: int) -> Any:
+    """Return the multiple of sequences' lengths in rows of so many parts, an int or an array.
+
+    ``multiple`` is that of a row that all ranks share. A part that a rank has to itself needs no padding.
+    """
+    return np.where((parts == most) & (most > 1), 1, multiple)
+
+
+def pack_parts(lengths: NDArray[Any] | Sequence[int], row_length: int, multiple: int = 1, most: int = 1) -> PackedParts:
+    """Pack samples into rows that ``most`` ranks share only if one of them is long.
+
+    A row with a sample longer than ``row_length / most`` is one part, and its samples are padded to ``multiple``. Any
+    other row has ``most`` parts, one for each rank, without padding between samples. Parts of like cost make a row, so
+    its ranks wait less for each other. With ``most=1``, the rows are those of :func:`pack_lengths`.
+
+    ``lengths`` are [samples], or [samples, n] if samples have several sequences, which stay together and are padded one
+    by one. Raises as :func:`pack_lengths` does, and ValueError if a row does not divide into ``most`` parts.
+    """
+    require_parts(row_length, most)
+    lengths = np.asarray(lengths)
+    rows = _packed(lengths, np.arange(len(lengths)), row_length, multiple)
+    if most == 1:
+        return PackedParts(rows, np.arange(len(rows) + 1), most)
+    # Rows of 8 and two parts. Lengths 6 2 | 3 1 3 1: the first row has a long sample, so it is one part. The samples of
+    # the second are packed into parts of 4, here 3 1 and 3 1, which make one row.
+    is_long = _sums((lengths.reshape(len(lengths), -1).sum(1) > row_length // most).astype(float), rows) > 0
+    parts = _packed(lengths, _chosen(rows, ~is_long).order, row_length // most)
+    dearest_first = np.argsort(-_sums(_squares(lengths), parts), kind="stable")
+    fill = len(parts) // most * most
+    # Too few parts for a row: all ranks share their samples.
+    left = _packed(lengths, _chosen(parts, dearest_first[fill:]).order, row_length, multiple)
+    found = _joined([_chosen(rows, is_long), left, _chosen(parts, dearest_first[:fill])])
+    counts = np.repeat([1, most], [len(found) - fill, fill // most])
+    return PackedParts(found, np.cumsum([0, *counts]), most)
+
+
+def require_parts(row_length: int, parts: int) -> None:
+    """Raise TypeError or ValueError unless ``parts`` is a positive int that divides ``row_length``."""
+    require_size("parts", parts)
+    if row_length % parts:
+        raise ValueError(
+            f"row_length={row_length} does not divide into parts={parts}; choose {neighbours(row_length, parts)}"
+        )
+
+
+def _packed(lengths: NDArray[Any], samples: NDArray[np.int64], row_length: int, multiple: int = 1) -> PackedRows:
+    """Pack some of the samples, of these lengths, [all samples] or [all samples, n]."""
+    chosen = lengths[samples]
+    rows = pack_lengths(chosen if chosen.ndim == 1 else _padded(chosen, multiple).sum(1), row_length, multiple)
+    return PackedRows(samples[rows.order], rows.offsets)
+
+
+def _padded(lengths: NDArray[Any], multiple: Any) -> NDArray[np.int64]:
+    padded: NDArray[np.int64] = -(-lengths.astype(np.int64) // multiple) * multiple
+    return padded
+
+
+def _squares(lengths: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the sum of the squared lengths of each sample, [samples]."""
+    squares: NDArray[np.float64] = np.square(lengths.astype(np.float64)).reshape(len(lengths), -1).sum(1)
+    return squares
+
+
+def _sums(values: NDArray[np.float64], rows: PackedRows) -> NDArray[np.float64]:
+    """Return the sum of the samples' values in each row, [rows]."""
+    sums: NDArray[np.float64] = np.add.reduceat(values[rows.order], rows.offsets[:-1])
+    return sums
+
+
+def _chosen(rows: PackedRows, places: NDArray[Any]) -> PackedRows:
+    """Return some rows: those of these numbers, in that order, or those where a bool is True."""
+    # Rows 7 8 | 9 | 4 5 with the offsets 0 2 3 5, numbers 2 0: sizes 2 2, and places 3 4 0 1 of the order.
+    sizes, starts = np.diff(rows.offsets)[places], rows.offsets[:-1][places]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    return PackedRows(rows.order[np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)], offsets)
+
+
+def _joined(several: Sequence[PackedRows]) -> PackedRows:
+    sizes = np.concatenate([np.diff(rows.offsets) for rows in several])
+    return PackedRows(np.concatenate([rows.order for rows in several]), np.concatenate([[0], np.cumsum(sizes)]))
+
+
 def require_multiple(row_length: int, multiple: int) -> None:
     """Raise TypeError or ValueError unless both are positive ints and ``multiple`` divides ``row_length``."""
     require_size("row_length", row_length)
@@ -351,13 +468,11 @@ def fit_samples(
 
 
 def count_rows(
-    rows: PackedRows, lengths: NDArray[Any], row_length: int, multiple: int, into: PackingStatistics
+    rows: PackedParts, lengths: NDArray[Any], row_length: int, multiple: int, into: PackingStatistics
 ) -> None:
-    """Count the rows that :func:`pack_lengths` made of ``lengths`` [samples] in ``into``."""
-    lengths = np.asarray(lengths, np.int64)
+    """Count in ``into`` the rows that :func:`pack_parts` made of ``lengths``, [samples] or [samples, n]."""
     tokens = int(lengths.sum())
-    padded = int((-(-lengths // multiple)).sum()) * multiple
-    into.add_rows(len(rows), row_length, tokens, padded - tokens)
+    into.add_rows(len(rows), row_length, tokens, int(rows.padded(lengths, multiple).sum()) - tokens)
 
 
 def _shorten(sample: TokenSample, row_length: int, overlong: Overlong) -> list[TokenSample]:

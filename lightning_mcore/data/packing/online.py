@@ -6,12 +6,17 @@ them, the fullest is closed and a new row is opened. For samples much shorter th
 ``best_fit.pack_lengths``, which sees all samples first. Equal streams give equal rows. A checkpoint contains the open
 rows, so a resumed stream produces exactly the rows of an uninterrupted one.
 
+If rows may have parts (``best_fit.pack_parts``), those of like cost must be found, so samples wait until there are
+enough for many rows, which are then packed together.
+
 ``data/finetuning/stream_reader.py`` runs one packer in each reader.
 """
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +31,12 @@ from lightning_mcore.data.packing.best_fit import (
     PackingStatistics,
     TokenSample,
     fit_sample,
+    multiple_in,
+    pack_parts,
     require_multiple,
+    require_parts,
 )
-from lightning_mcore.data.packing.rows import build_row
+from lightning_mcore.data.packing.rows import build_parts, build_row
 
 
 def samples_to_state(samples: Sequence[TokenSample]) -> dict[str, Any]:
@@ -54,12 +62,149 @@ def samples_from_state(state: Mapping[str, Any]) -> list[TokenSample]:
     return [TokenSample(tokens.numpy(), mask.numpy(), sample_id) for tokens, mask, sample_id in parts]
 
 
+Row = list[list[TokenSample]]
+"""The samples of each part of a row."""
+
+
 class _OpenRow(NamedTuple):
     """A row with room left. Tuple order sorts rows from fullest to emptiest, and by age among equals."""
 
     room: int  # places left, in tokens
     number: int  # unique, so that comparisons never reach the samples
     samples: list[TokenSample]
+
+
+class _OpenRows:
+    """Rows of one part that are filled one sample after the other; ``most`` rows are open."""
+
+    def __init__(self, row_length: int, multiple: int, most: int) -> None:
+        self._row_length, self._multiple, self._most = row_length, multiple, most
+        self._open: list[_OpenRow] = []
+        self._next_number = 0
+
+    def add(self, sample: TokenSample) -> list[Row]:
+        """Put a sample into a row and return the rows to close."""
+        # row_length=8, open_rows=2, samples of 3, 5, 2 and 4 places: 3 opens row 0; 5 fills row 0, which is returned; 2
+        # opens row 1; 4 goes into row 1, which now has room for 2.
+        length = self._padded(sample)
+        done = []
+        # Number -1 sorts before every row of the same room: this finds the fullest row with room for ``length``.
+        place = bisect_left(self._open, _OpenRow(length, -1, []))
+        if place < len(self._open):
+            row = self._open.pop(place)
+        else:
+            if len(self._open) == self._most:
+                # Closing the fullest open row wastes the least room.
+                done.append(self._open.pop(0))
+            row = _OpenRow(self._row_length, self._next_number, [])
+            self._next_number += 1
+        row.samples.append(sample)
+        row = _OpenRow(row.room - length, row.number, row.samples)
+        if row.room:
+            insort(self._open, row)
+        else:
+            done.append(row)
+        return [[row.samples] for row in done]
+
+    def flush(self) -> list[Row]:
+        """Return all rows, from fullest to emptiest."""
+        rows, self._open = self._open, []
+        return [[row.samples] for row in rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open rows."""
+        # ``row_sizes`` deals the samples to the open rows.
+        return {
+            "next_number": self._next_number,
+            "row_numbers": [row.number for row in self._open],
+            "row_sizes": [len(row.samples) for row in self._open],
+            **samples_to_state([sample for row in self._open for sample in row.samples]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._next_number = state["next_number"]
+        samples = iter(samples_from_state(state))
+        self._open = []
+        for number, size in zip(state["row_numbers"], state["row_sizes"], strict=True):
+            held = list(islice(samples, size))
+            self._open.append(_OpenRow(self._row_length - sum(map(self._padded, held)), number, held))
+
+    def _padded(self, sample: TokenSample) -> int:
+        return -(-sample.length // self._multiple) * self._multiple
+
+
+class _WaitingSamples:
+    """Samples that wait until they fill ``most`` rows, and are then packed together into rows with ``parts``.
+
+    The fullest half of these rows is given away one by one, as samples come. Those of the other half are packed again.
+    """
+
+    def __init__(self, row_length: int, multiple: int, most: int, parts: int) -> None:
+        self._row_length, self._multiple, self._most, self._parts = row_length, multiple, most, parts
+        self._loose: list[TokenSample] = []  # in the order of arrival
+        self._packed: deque[Row] = deque()
+        self._tokens = 0  # of all of them
+
+    def add(self, sample: TokenSample) -> list[Row]:
+        """Add a sample and return the rows that make room for others."""
+        self._loose.append(sample)
+        self._tokens += sample.length
+        done = []
+        while self._tokens >= self._most * self._row_length:
+            if not self._packed:
+                self._pack()
+            done.append(self._packed.popleft())
+            self._tokens -= _tokens_in(done[-1])
+        return done
+
+    def flush(self) -> list[Row]:
+        """Pack all samples, and return all rows."""
+        rows = [*self._packed, *map(self._row, self._rows())]
+        self._loose, self._packed, self._tokens = [], deque(), 0
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows that are packed, and the other samples."""
+        # ``part_sizes`` deals samples to the parts of each row; those that are left are in no row.
+        return {
+            "part_sizes": [[len(part) for part in row] for row in self._packed],
+            **samples_to_state([*chain(*chain(*self._packed)), *self._loose]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        samples = iter(samples_from_state(state))
+        self._packed = deque([list(islice(samples, size)) for size in sizes] for sizes in state["part_sizes"])
+        self._loose = list(samples)
+        self._tokens = sum(map(_tokens_in, [*self._packed, [self._loose]]))
+
+    def _pack(self) -> None:
+        """Pack all samples, and keep half of the rows."""
+
+        def is_last_choice(row: list[NDArray[np.int64]]) -> tuple[bool, int]:
+            # A row that all ranks share for want of other parts comes after all others, then fuller rows come first.
+            samples = [self._loose[index] for part in row for index in part]
+            is_short = max(sample.length for sample in samples) * self._parts <= self._row_length
+            return len(row) == 1 and is_short, -sum(sample.length for sample in samples)
+
+        rows = sorted(self._rows(), key=is_last_choice)
+        chosen = sorted(rows[: -(-len(rows) // 2)], key=lambda row: min(map(min, row)))  # in the order of arrival
+        self._packed.extend(map(self._row, chosen))
+        gone = {index for row in chosen for part in row for index in part.tolist()}
+        self._loose = [sample for index, sample in enumerate(self._loose) if index not in gone]
+
+    def _rows(self) -> list[list[NDArray[np.int64]]]:
+        lengths = np.array([sample.length for sample in self._loose], np.int64)
+        packed = pack_parts(lengths, self._row_length, self._multiple, self._parts)
+        return [packed[row] for row in range(len(packed))]
+
+    def _row(self, numbers: list[NDArray[np.int64]]) -> Row:
+        return [[self._loose[index] for index in part] for part in numbers]
+
+
+def _tokens_in(row: Row) -> int:
+    return sum(sample.length for part in row for sample in part)
 
 
 class OnlinePacker:
@@ -69,20 +214,23 @@ class OnlinePacker:
         row_length: Places in a row, in tokens.
         multiple: Each sub-sequence is padded to a multiple of this; ``packing_multiples`` returns what a layout
             requires.
-        open_rows: Number of open rows. More open rows fill better, but hold samples back for longer.
+        open_rows: Number of open rows. More open rows fill better, but hold samples back for longer. With ``parts``,
+            samples are held back for this number of rows.
         overlong: For a sample longer than a row: ``"error"`` raises, ``"cut"`` keeps its beginning, ``"split"`` makes
             pieces that share one token.
         empty: For a sample with fewer than two tokens or without a target: ``"error"`` raises, ``"drop"`` leaves it
             out.
         vocab_size: Vocabulary size to check tokens against; None for no check.
         pad_token: Token written into padding, which is masked and never attended to.
+        parts: With ``hybrid_context_parallel``, the context-parallel size. Rows without a sample longer than
+            ``row_length / parts`` then consist of that many parts, in which samples are whole and not padded.
 
     Attributes:
         statistics: Counts of added samples and finished rows.
 
     Raises:
         TypeError: A size is not an int.
-        ValueError: A size is too small, or ``multiple`` does not divide ``row_length``.
+        ValueError: A size is too small, or ``multiple`` or ``parts`` does not divide ``row_length``.
 
     Examples:
         >>> from lightning_mcore import OnlinePacker
@@ -101,9 +249,11 @@ class OnlinePacker:
         empty: Empty = "error",
         vocab_size: int | None = None,
         pad_token: int = 0,
+        parts: int = 1,
     ) -> None:
         require_multiple(row_length, multiple)
         require_size("open_rows", open_rows)
+        require_parts(row_length, parts)
         self.row_length = row_length
         self.multiple = multiple
         self.open_rows = open_rows
@@ -111,9 +261,13 @@ class OnlinePacker:
         self.empty: Empty = empty
         self.vocab_size = vocab_size
         self.pad_token = pad_token
+        self.parts = parts
         self.statistics = PackingStatistics()
-        self._open: list[_OpenRow] = []
-        self._next_number = 0
+        self._held = (
+            _OpenRows(row_length, multiple, open_rows)
+            if parts == 1
+            else _WaitingSamples(row_length, multiple, open_rows, parts)
+        )
         self._next_sample = 0
 
     def add(self, sample: TokenSample | Sequence[int] | NDArray[Any]) -> list[dict[str, Tensor]]:
@@ -132,24 +286,19 @@ class OnlinePacker:
             sample = TokenSample(np.asarray(sample), sample_id=self._next_sample)
         self._next_sample += 1
         pieces = fit_sample(sample, self.row_length, self.statistics, self.overlong, self.empty)
-        return [self._close(row) for piece in pieces for row in self._place(piece)]
+        return [self._close(row) for piece in pieces for row in self._held.add(piece)]
 
     def flush(self) -> list[dict[str, Tensor]]:
-        """Close all rows at the end of the stream and return them, from fullest to emptiest."""
-        rows, self._open = self._open, []
-        return [self._close(row) for row in rows]
+        """Close all rows at the end of the stream and return them; without ``parts``, from fullest to emptiest."""
+        return [self._close(row) for row in self._held.flush()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the open rows and the counts, as numbers and tensors."""
-        # ``row_sizes`` deals the samples to the open rows.
+        """Return the samples that are held back and the counts, as numbers and tensors."""
         return {
             "settings": self._settings(),
-            "next_number": self._next_number,
             "next_sample": self._next_sample,
             "statistics": asdict(self.statistics),
-            "row_numbers": [row.number for row in self._open],
-            "row_sizes": [len(row.samples) for row in self._open],
-            **samples_to_state([sample for row in self._open for sample in row.samples]),
+            **self._held.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -161,52 +310,27 @@ class OnlinePacker:
         Raises:
             ValueError: The settings differ, so the open rows would not match an uninterrupted run.
         """
+        before = {"parts": 1, **state["settings"]}  # which older states lack
         for name, value in self._settings().items():
-            if state["settings"][name] != value:
+            if before[name] != value:
                 raise ValueError(
-                    f"{name}={value!r}, but the stream was packed with {name}={state['settings'][name]!r} before; "
+                    f"{name}={value!r}, but the stream was packed with {name}={before[name]!r} before; "
                     "keep that value, or restart the stream"
                 )
-        self._next_number, self._next_sample = state["next_number"], state["next_sample"]
+        self._next_sample = state["next_sample"]
         self.statistics = PackingStatistics(**state["statistics"])
-        samples = iter(samples_from_state(state))
-        self._open = []
-        for number, size in zip(state["row_numbers"], state["row_sizes"], strict=True):
-            held = [next(samples) for _ in range(size)]
-            self._open.append(_OpenRow(self.row_length - sum(map(self._padded, held)), number, held))
+        self._held.load_state_dict(state)
 
-    def _place(self, sample: TokenSample) -> list[_OpenRow]:
-        """Put a sample into a row and return the rows to close."""
-        # row_length=8, open_rows=2, samples of 3, 5, 2 and 4 places: 3 opens row 0; 5 fills row 0, which is returned; 2
-        # opens row 1; 4 goes into row 1, which now has room for 2.
-        length = self._padded(sample)
-        done = []
-        # Number -1 sorts before every row of the same room: this finds the fullest row with room for ``length``.
-        place = bisect_left(self._open, _OpenRow(length, -1, []))
-        if place < len(self._open):
-            row = self._open.pop(place)
-        else:
-            if len(self._open) == self.open_rows:
-                # Closing the fullest open row wastes the least room.
-                done.append(self._open.pop(0))
-            row = _OpenRow(self.row_length, self._next_number, [])
-            self._next_number += 1
-        row.samples.append(sample)
-        row = _OpenRow(row.room - length, row.number, row.samples)
-        if row.room:
-            insort(self._open, row)
-        else:
-            done.append(row)
-        return done
+    def _close(self, row: Row) -> dict[str, Tensor]:
+        multiple = int(multiple_in(self.multiple, len(row), self.parts))
+        padding = sum(-sample.length % multiple for part in row for sample in part)
+        self.statistics.add_rows(1, self.row_length, _tokens_in(row), padding)
 
-    def _padded(self, sample: TokenSample) -> int:
-        return -(-sample.length // self.multiple) * self.multiple
+        def build(samples: list[TokenSample], length: int, multiple: int) -> dict[str, Tensor]:
+            return build_row(samples, length, multiple, self.vocab_size, self.pad_token)
 
-    def _close(self, row: _OpenRow) -> dict[str, Tensor]:
-        tokens = sum(sample.length for sample in row.samples)
-        self.statistics.add_rows(1, self.row_length, tokens, self.row_length - row.room - tokens)
-        return build_row(row.samples, self.row_length, self.multiple, self.vocab_size, self.pad_token)
+        return build_parts(build, row, self.row_length, self.multiple, self.parts)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("row_length", "multiple", "open_rows", "overlong", "empty")
+        names = ("row_length", "multiple", "open_rows", "overlong", "empty", "parts")
         return {name: getattr(self, name) for name in names}

@@ -20,7 +20,7 @@ files. The data modules use them with the collate functions; ``MCoreModule.forwa
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,15 +37,16 @@ from lightning_mcore.config.value_checks import neighbours
 from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,
-    PackedRows,
     PackingStatistics,
     TokenSample,
     count_rows,
     fit_sample,
     fit_samples,
-    pack_lengths,
+    multiple_in,
+    pack_parts,
     require_multiple,
 )
+from lightning_mcore.parallel.context import whole_rows
 
 _TAUGHT = "teacher_top_k"
 _PLACES = ("tokens", "labels", "loss_mask", "position_ids", _TAUGHT)
@@ -60,6 +61,7 @@ def pack(
     empty: Empty = "error",
     vocab_size: int | None = None,
     pad_token: int = 0,
+    parts: int = 1,
 ) -> list[dict[str, Tensor]]:
     """Pack tokenised samples into rows of fixed length by best-fit decreasing, and log the counts.
 
@@ -74,13 +76,15 @@ def pack(
             out.
         vocab_size: Vocabulary size to check tokens against; None for no check.
         pad_token: Token written into padding, which is masked and never attended to.
+        parts: With ``hybrid_context_parallel``, the context-parallel size. Rows without a sample longer than
+            ``row_length / parts`` then consist of that many parts, in which samples are whole and not padded.
 
     Returns:
         The rows, each a dict of tensors with the shapes and dtypes in the module's docstring; :func:`collate_rows`
         makes a batch of some.
 
     Raises:
-        ValueError: A sample is rejected, or ``multiple`` does not divide ``row_length``.
+        ValueError: A sample is rejected, or ``multiple`` or ``parts`` does not divide ``row_length``.
 
     Examples:
         >>> from lightning_mcore import pack
@@ -91,13 +95,33 @@ def pack(
     require_multiple(row_length, multiple)
     fitting, statistics = fit_samples(samples, row_length, overlong, empty)
     lengths = np.fromiter((sample.length for sample in fitting), np.int64, len(fitting))
-    rows = pack_lengths(lengths, row_length, multiple)
+    rows = pack_parts(lengths, row_length, multiple, parts)
     count_rows(rows, lengths, row_length, multiple, statistics)
     statistics.log()
-    return [
-        build_row([fitting[index] for index in rows[row]], row_length, multiple, vocab_size, pad_token)
-        for row in range(len(rows))
-    ]
+
+    def build(samples: NDArray[np.int64], length: int, multiple: int) -> dict[str, Tensor]:
+        return build_row([fitting[index] for index in samples], length, multiple, vocab_size, pad_token)
+
+    return [build_parts(build, rows[row], row_length, multiple, parts) for row in range(len(rows))]
+
+
+def build_parts(
+    build: Callable[[Any, int, int], dict[str, Any]], parts: Sequence[Any], row_length: int, multiple: int, most: int
+) -> dict[str, Any]:
+    """Return a packed row of one part or of ``most`` parts, each given by its samples.
+
+    ``build`` makes a part of its samples, its length in tokens, and the multiple of its sub-sequences' lengths.
+    """
+    length, padded = row_length // len(parts), int(multiple_in(multiple, len(parts), most))
+    built = [build(samples, length, padded) for samples in parts]
+    if len(built) == 1:
+        return built[0]
+    row = {name: torch.cat([part[name] for part in built]) for name in built[0]}
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        # 0 3 4 and 0 2 4 become 0 3 4 6 8
+        lengths = torch.cat([part[name].diff() for part in built])
+        row[name] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return row
 
 
 def build_row(
@@ -189,6 +213,17 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         batch[name] = torch.stack([_extend(row[name], most + 1, int(row[name][-1])) for row in rows])
     batch["sample_ids"] = torch.stack([_extend(row["sample_ids"], most, -1) for row in rows])
     return batch
+
+
+def costs_of_rows(batch: dict[str, Tensor], parts: int = 1) -> Tensor:
+    """Return the work of attention in each row of a packed batch, [b] fp64, on the rank of ``parts`` that has most."""
+    squares, starts = batch["cu_seqlens"].diff(dim=1).double().square(), batch["cu_seqlens_padded"].long()
+    length = batch["tokens"].size(1) // parts
+    # Rows of 8 and two parts. Sequences of 3, 1 and 4 tokens at 0, 3 and 4: the parts cost 10 and 16, the row 16. Of 6
+    # and 2 tokens, which both ranks share: 40 / 2.
+    place = (starts[:, :-1] // length).clamp(max=parts - 1)  # an empty sub-sequence starts at the end
+    of_parts = squares.new_zeros(len(squares), parts).scatter_add_(1, place, squares)
+    return torch.where(whole_rows(starts, batch["tokens"].size(1), parts), of_parts.amax(1), squares.sum(1) / parts)
 
 
 def collate_padded(
@@ -408,117 +443,38 @@ class TokenizedSamples(Dataset[TokenSample]):
 class PackedDataset(Dataset[dict[str, Tensor]]):
     """Packed rows of samples. Which samples share a row is decided once, here; loaders shuffle whole rows.
 
-    ``samples`` are :class:`TokenizedSamples`, or what a subclass packs.
+    ``samples`` are :class:`TokenizedSamples`, or what a subclass packs. The multiples are a run's, as
+    :func:`packing_multiples` returns them.
     """
 
-    def __init__(self, samples: Any, row_length: int, multiple: int) -> None:
+    def __init__(self, samples: Any, row_length: int, multiples: PackingMultiples) -> None:
         self.samples = samples
         self._row_length = row_length
-        self._multiple = multiple
-        self._rows = self._pack()
+        self._multiple, self._most = multiples.sub_sequence, multiples.parts
+        self._rows = pack_parts(self._lengths, row_length, self._multiple, self._most)
+        count_rows(self._rows, self._lengths, row_length, self._multiple, samples.statistics)
 
-    def _pack(self) -> PackedRows:
-        """Return the samples of each row, and count them."""
-        samples = self.samples
-        rows = pack_lengths(samples.lengths, self._row_length, self._multiple)
-        count_rows(rows, samples.lengths, self._row_length, self._multiple, samples.statistics)
-        return rows
+    @property
+    def _lengths(self) -> NDArray[np.int64]:
+        """Places that each sample takes without padding, [samples], or each of its sequences, [samples, n]."""
+        lengths: NDArray[np.int64] = self.samples.lengths
+        return lengths
 
-    def _padded(self) -> NDArray[np.int64]:
-        """Return the places that each sample takes, [samples], or each of its sub-sequences, [samples, n]."""
-        padded: NDArray[np.int64] = -(-self.samples.lengths // self._multiple) * self._multiple
-        return padded
+    def _build(self, samples: NDArray[np.int64], length: int, multiple: int) -> dict[str, Any]:
+        """Return a part of a row, or a whole row."""
+        return build_row(self.samples.take(samples), length, multiple)
 
     @property
     def costs(self) -> NDArray[np.float64]:
-        """Work of attention in each row, [rows]: the sum of its sub-sequences' squared lengths."""
-        # Rows of 8 places: sub-sequences of 8 cost 64, of 4 and 4 cost 32, of 2, 2, 2 and 2 cost 16.
-        squares = np.square(self._padded().astype(np.float64)).reshape(len(self.samples.lengths), -1).sum(1)
-        return np.add.reduceat(squares[self._rows.order], self._rows.offsets[:-1])
+        """Work of attention in each row, [rows], on the context-parallel rank that has most."""
+        return self._rows.costs(self._rows.padded(self._lengths, self._multiple))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a row; the module docstring lists its tensors."""
-        return build_row(self.samples.take(self._rows[index]), self._row_length, self._multiple)
-
-
-class HybridPackedDataset(PackedDataset):
-    """Packed rows in which short documents are whole on one context-parallel rank, with hybrid_context_parallel.
-
-    A row with a document longer than ``row_length / parts`` is split, and its documents are padded to ``multiple``. Any
-    other row consists of one part for each rank, without padding between documents. Parts of like cost make a row, so
-    its ranks wait less for each other.
-    """
-
-    def __init__(self, samples: Any, row_length: int, multiple: int, parts: int) -> None:
-        self._parts = parts
-        self._first_parts = np.zeros(1, np.int64)  # [rows + 1]; a split row is one part
-        super().__init__(samples, row_length, multiple)
-
-    def _pack(self) -> PackedRows:
-        """Return the samples of each part, and count them."""
-        lengths, row_length, parts = self.samples.lengths, self._row_length, self._parts
-        rows = pack_lengths(lengths, row_length, self._multiple)
-        # Rows of 8 and two parts. Lengths 6 2 | 3 1 3 1: a row begins with its longest sample, so the first one is
-        # split. The others are packed into parts of 4, here 3 1 and 3 1, which make one row.
-        is_split = lengths[rows.order[rows.offsets[:-1]]] * parts > row_length
-        of_split = np.repeat(is_split, np.diff(rows.offsets))
-        short = rows.order[~of_split]
-        found = pack_lengths(lengths[short], row_length // parts)
-        costs = (
-            np.zeros(len(found))
-            if not len(short)
-            else np.add.reduceat(np.square(lengths[short][found.order].astype(np.float64)), found.offsets[:-1])
-        )
-        dearest_first = np.argsort(-costs, kind="stable")
-        whole = [short[found[part]] for part in dearest_first[: len(found) // parts * parts].tolist()]
-        # Too few parts for a row: their samples are split.
-        rest = [short[found[part]] for part in dearest_first[len(whole) :].tolist()]
-        left = np.concatenate(rest) if rest else np.zeros(0, np.int64)
-        split = [rows[row] for row in np.flatnonzero(is_split).tolist()]
-        packed = pack_lengths(lengths[left], row_length, self._multiple)
-        split += [left[packed[row]] for row in range(len(packed))]
-        units = [*split, *whole]
-        sizes = np.repeat([1, parts], [len(split), len(whole) // parts])
-        self._first_parts = np.concatenate([[0], np.cumsum(sizes)])
-        tokens, in_split = int(lengths.sum()), np.concatenate([np.zeros(0, np.int64), *split])
-        padding = int((-lengths[in_split] % self._multiple).sum())
-        self.samples.statistics.add_rows(len(sizes), row_length, tokens, padding)
-        return PackedRows(np.concatenate(units), np.cumsum([0, *map(len, units)]))
-
-    def _padded(self) -> NDArray[np.int64]:
-        lengths: NDArray[np.int64] = self.samples.lengths
-        return lengths
-
-    @property
-    def costs(self) -> NDArray[np.float64]:
-        """Work of attention in each row on one of its ranks, [rows]."""
-        is_split = np.diff(self._first_parts) == 1
-        of_rows: NDArray[np.float64] = np.maximum.reduceat(super().costs, self._first_parts[:-1])
-        return np.where(is_split, of_rows / self._parts, of_rows)
-
-    def __len__(self) -> int:
-        return len(self._first_parts) - 1
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a row; the module docstring lists its tensors."""
-        first, end = self._first_parts[index : index + 2].tolist()
-        if end - first == 1:
-            return build_row(self.samples.take(self._rows[first]), self._row_length, self._multiple)
-        length = self._row_length // self._parts
-        return join_parts([build_row(self.samples.take(self._rows[part]), length) for part in range(first, end)])
-
-
-def join_parts(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return one packed row made of shorter ones."""
-    row = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    for name in ("cu_seqlens", "cu_seqlens_padded"):
-        # 0 3 4 and 0 2 4 become 0 3 4 6 8
-        lengths = torch.cat([part[name].diff() for part in parts])
-        row[name] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return row
+        return build_parts(self._build, self._rows[index], self._row_length, self._multiple, self._most)
 
 
 def _column(tokenized: Any, name: str) -> NDArray[np.int64]:

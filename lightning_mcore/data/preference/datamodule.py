@@ -23,8 +23,8 @@ from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.data.finetuning.chat import ChatTemplate
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.tokenized import Reading, cache_folder, sources_of
-from lightning_mcore.data.packing.best_fit import Overlong, PackedRows, PackingStatistics, TokenSample, pack_lengths
-from lightning_mcore.data.packing.rows import PackedDataset
+from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, TokenSample
+from lightning_mcore.data.packing.rows import PackedDataset, PackingMultiples
 from lightning_mcore.data.preference.pairs import (
     Pair,
     build_pair_row,
@@ -120,23 +120,15 @@ class PairSamples(Dataset[Pair]):
 
 
 class PackedPairs(PackedDataset):
-    """Packed rows of pairs; ``samples`` are :class:`PairSamples`."""
+    """Packed rows of pairs; ``samples`` are :class:`PairSamples`. The two sequences of a pair stay together."""
 
-    def _pack(self) -> PackedRows:
-        # The two sequences are padded one by one but packed as one item, so that they stay together.
-        padded = self._padded()
-        rows = pack_lengths(padded.sum(1), self._row_length, self._multiple)
-        tokens = int(self.samples.lengths.sum())
-        self.samples.statistics.add_rows(len(rows), self._row_length, tokens, int(padded.sum()) - tokens)
-        return rows
+    @property
+    def _lengths(self) -> NDArray[np.int64]:
+        lengths: NDArray[np.int64] = self.samples.each
+        return lengths
 
-    def _padded(self) -> NDArray[np.int64]:
-        padded: NDArray[np.int64] = -(-self.samples.each // self._multiple) * self._multiple
-        return padded
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a row; ``pairs.py`` lists its tensors."""
-        return build_pair_row(self.samples.take(self._rows[index]), self._row_length, self._multiple)
+    def _build(self, samples: NDArray[np.int64], length: int, multiple: int) -> dict[str, Tensor]:
+        return build_pair_row(self.samples.take(samples), length, multiple)
 
 
 class PairLoading(MCoreFinetuningData):
@@ -209,8 +201,8 @@ class PairLoading(MCoreFinetuningData):
         folder = f"{cache_folder(self.cache_dir)}/references"
         return PairSamples(tokenized, indices, self._places, self._is_scored, folder, self.batch_size, name)
 
-    def _packed(self, samples: PairSamples, multiple: int) -> PackedPairs:
-        return PackedPairs(samples, self.seq_length, multiple)
+    def _packed(self, samples: PairSamples, multiples: PackingMultiples) -> PackedPairs:
+        return PackedPairs(samples, self.seq_length, multiples)
 
     def _summary(self, samples: PairSamples) -> str:
         lengths, rows = samples.each, samples.statistics.rows

@@ -132,6 +132,7 @@ CASES: dict[str, tuple[int, dict[str, Any], range]] = {
     "padded": (0, {"packing": False}, range(0, 99, 7)),
     "split": (0, {"overlong": "split", "row_length": 16}, range(0, 99, 9)),
     "sources": (0, {"sources": True}, range(0, 99)),
+    "parts": (0, {"parts": 2, "multiple": 4, "row_length": 32, "overlong": "split"}, range(0, 99, 4)),
     "workers": (2, {}, range(1, 99, 5)),
     "more-workers-than-batches": (2, {"row_length": 4096}, range(0, 4)),
 }
@@ -238,6 +239,7 @@ def test_what_cannot_go_on_says_so(tmp_path: Path) -> None:
         "batch_size=1, but now batch_size=2": StreamLoader(None, settings(tmp_path, batch_size=2), 0, 2, 0),
         "seed=3, but now seed=4": StreamLoader(None, settings(tmp_path, seed=4), 0, 2, 0),
         "log_sources=False, but now log_sources=True": StreamLoader(None, settings(tmp_path, sources=True), 0, 2, 0),
+        "hybrid_context_parallel=False, but now": StreamLoader(None, settings(tmp_path, parts=2), 0, 2, 0),
     }
     for change, other in refused.items():
         with refuses(ValueError, "the checkpoint was taken in the middle of") as raised:

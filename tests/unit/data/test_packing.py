@@ -16,6 +16,7 @@ from lightning_mcore.data.packing.best_fit import (
     fit_sample,
     fit_samples,
     pack_lengths,
+    pack_parts,
 )
 from tests.support.sentences import refuses
 
@@ -95,7 +96,7 @@ def test_rows_longer_than_sixteen_bits() -> None:
 def test_log_normal_lengths_fill_long_rows() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 20_000).astype(int), 1, 8192)
 
-    rows, statistics = pack_lengths(lengths, 8192), PackingStatistics()
+    rows, statistics = pack_parts(lengths, 8192), PackingStatistics()
     count_rows(rows, lengths, 8192, 1, statistics)
 
     assert statistics.fill >= 0.99
@@ -137,10 +138,10 @@ def test_what_cannot_be_packed_is_refused(lengths: list[int], row_length: int, m
 def test_lengths_of_any_integer_type(dtype: type) -> None:
     lengths, row_length, multiple = random_lengths(3)
 
-    rows, statistics = pack_lengths(lengths.astype(dtype), row_length, multiple), PackingStatistics()
+    rows, statistics = pack_parts(lengths.astype(dtype), row_length, multiple), PackingStatistics()
     count_rows(rows, lengths.astype(dtype), row_length, multiple, statistics)
 
-    assert (rows.order == pack_lengths(lengths, row_length, multiple).order).all()
+    assert (rows.parts.order == pack_lengths(lengths, row_length, multiple).order).all()
     assert statistics.tokens == lengths.sum()
     assert statistics.tokens + statistics.padding == len(rows) * row_length
 
