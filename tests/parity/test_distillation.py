@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -30,7 +30,7 @@ from lightning_mcore import (
     collate_rows,
 )
 from lightning_mcore.data.packing.best_fit import TokenSample
-from lightning_mcore.data.packing.rows import build_row
+from lightning_mcore.data.packing.rows import build_parts, build_row
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.interop.export import export_checkpoint
@@ -56,6 +56,7 @@ pytestmark = [
 LENGTH, MULTIPLE = 48, 4  # a context-parallel rank pair asks for multiples of 4
 CHUNK = 10  # tokens
 ROWS = ((0, 1), (2, 3))  # the samples in packed rows
+IN_PARTS = (((1,), (0, 2)), ((3,),))  # in the parts of a row whose samples are whole on two ranks, and of one for both
 LOSS = 1e-5
 
 CASES = {
@@ -78,9 +79,11 @@ RECOMPUTED: dict[str, dict[str, Any]] = {  # fields of the student
         "recompute_num_layers": 1,
     },
 }
-Run = tuple[str, str, bool]  # a case, the student's family, and whether rows are packed
+Form = bool | Literal["hybrid"]  # whether rows are packed, perhaps with hybrid_context_parallel
+Run = tuple[str, str, Form]  # a case, the student's family, and the form of the rows
 DENSE: tuple[Run, ...] = (("js", "qwen2", False), ("forward", "qwen2", True), ("top", "qwen2", True))
 HIDDEN: tuple[Run, ...] = (("hidden", "qwen2", False), ("hidden cosine", "qwen2, untied", True))
+IN_ROWS_OF_BOTH_KINDS: tuple[Run, ...] = (("top", "qwen2", "hybrid"), ("hidden cosine", "qwen2, untied", "hybrid"))
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
     "1": {Layout(): (*((case, "qwen2", False) for case in CASES), ("reverse", "qwen2, untied", True))},
     "2": {
@@ -93,7 +96,7 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
             *HIDDEN,
         ),
         Layout(pp=2): (*DENSE, ("reverse", "qwen2, untied", True), *HIDDEN, ("hidden, last layer", "qwen2", True)),
-        Layout(cp=2): (*DENSE, *HIDDEN),
+        Layout(cp=2): (*DENSE, *HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
         Layout(dp=2, distributed_optimizer=True): (*DENSE, *HIDDEN),
         Layout(moe=True, dp=2, ep=2): (
             *(("js", "qwen2_moe", False), ("forward", "qwen2_moe", True)),
@@ -109,9 +112,10 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         Layout(moe=True, tp=2, sp=True): (("js", "qwen2_moe", False),),
     },
     "4": {
-        Layout(tp=2, cp=2, sp=True): (*DENSE, *HIDDEN),
+        Layout(tp=2, cp=2, sp=True): (*DENSE, *HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
+        Layout(pp=2, cp=2): (*HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
         Layout(tp=2, pp=2, sp=True): (*DENSE, *HIDDEN),
-        Layout(dp=2, cp=2): (*DENSE[1:], *HIDDEN),
+        Layout(dp=2, cp=2): (*DENSE[1:], *HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
         Layout(dp=2, pp=2): (*DENSE, *HIDDEN),
     },
 }
@@ -230,13 +234,16 @@ def with_the_rest(probabilities: Tensor, tokens: Tensor) -> Tensor:
 class Data(pl.LightningDataModule):
     """The samples in one global batch, padded or packed; ``steps`` times."""
 
-    def __init__(self, packed: bool, steps: int = 1) -> None:
+    def __init__(self, packed: Form, steps: int = 1) -> None:
         super().__init__()
         self._packed, self._steps = packed, steps
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank, ranks = data_parallel_place(self.trainer)
-        if self._packed:
+        if self._packed == "hybrid":
+            wide = [[[samples()[i] for i in part] for part in row] for row in IN_PARTS[rank::ranks]]
+            batch = collate_rows([build_parts(build_row, row, LENGTH, MULTIPLE, 2) for row in wide])
+        elif self._packed:
             rows = [build_row([samples()[i] for i in row], LENGTH + 8, MULTIPLE) for row in ROWS[rank::ranks]]
             batch = collate_rows(rows)
         else:
@@ -284,9 +291,10 @@ def _train(layout: Layout, run: Run, folder: str, teacher: str) -> Seen:
     module = Watched.from_pretrained(
         folder, Distillation(teacher, **CASES[case]), seq_length=LENGTH, transformer=RECOMPUTED.get(case)
     )
-    in_parts = {"micro_batch_size": 1} if layout.dp == 1 else {}
+    options: dict[str, Any] = {"micro_batch_size": 1} if layout.dp == 1 else {}
+    options |= {"hybrid_context_parallel": packed == "hybrid", "loss_chunk_size": None if case == "reverse" else CHUNK}
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments | in_parts, loss_chunk_size=None if case == "reverse" else CHUNK),
+        MCoreStrategy(**layout.strategy_arguments | options),
         max_steps=1,
         use_distributed_sampler=False,
         limit_val_batches=0,
@@ -466,6 +474,7 @@ def losses_of_files(
     layout: Layout, folder: str, files: str, packing: bool, steps: int = 3, **setting: Any
 ) -> list[list[float]]:
     """Train some steps on a file of exchanges; return each step's three losses."""
+    hybrid = {"hybrid_context_parallel": True, "micro_batch_size": 1} if setting.pop("hybrid", False) else {}
     module = MCoreDistillation.from_pretrained(
         folder, Distillation(**STORED | setting), seq_length=LENGTH, recipe=Recipe(learning_rate=0.01)
     )
@@ -481,7 +490,7 @@ def losses_of_files(
         streaming=setting.get("stored") == "of a stream",
     )
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK), max_steps=steps, callbacks=[losses]
+        MCoreStrategy(**layout.strategy_arguments | hybrid, loss_chunk_size=CHUNK), max_steps=steps, callbacks=[losses]
     )
     trainer.fit(module, datamodule=data)
     return losses.seen
@@ -499,6 +508,8 @@ def alike(layouts: Sequence[Layout], folder: str, teacher: str, files: str, out:
         found.append(losses_of_files(layout, folder, files, number % 2 == 0, teacher=given, stored=out))
         if layout.cp > 1:  # rows are packed for it
             found.append(losses_of_files(layout, folder, files, number % 2 == 0, teacher=teacher))
+            for each in ({"teacher": "nowhere", "stored": out}, {"teacher": teacher}):
+                found.append(losses_of_files(layout, folder, files, True, hybrid=True, **each))
     refused = {
         "has logits for other training data, or another order": {"files": files.replace("chats", "others")},
         "has logits for top_k=7; give what": {"top_k": 6},
@@ -531,7 +542,7 @@ def test_stored_logits_train_like_the_teacher_on_every_layout(tmp_path: Path) ->
     layouts = [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2, distributed_optimizer=True)]
     for rank in run_ranks(2, alike, layouts, folder, teacher, files, str(tmp_path / "stored"), timeout=240):
         packed, padded = wanted
-        for found, expected in zip(rank, (packed, padded, rank[3], rank[3], padded), strict=True):
+        for found, expected in zip(rank, (packed, padded, rank[3], rank[3], rank[5], rank[5], padded), strict=True):
             assert np.array(found) == pytest.approx(np.array(expected), abs=LOSS)
 
 
