@@ -55,6 +55,14 @@ class Row(NamedTuple):
     of_rows: bool = True  # whether each row of a microbatch has its own tensor
 
 
+class _LayerBytes(NamedTuple):
+    """The bytes of a layer's activations on a rank."""
+
+    whole: float  # kept for backward without recomputation
+    left: float  # those of them that ``recompute_modules`` leaves
+    briefly: float  # needed in its backward only, beside these
+
+
 _BEHIND_NORM = tuple(
     f"self_attention.{name}.weight"
     for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_in", "linear_low")
@@ -330,12 +338,12 @@ class Activations:
     def _chunk(self, chunk: ChunkLayers) -> tuple[float, float]:
         """Return the bytes that forward keeps of a microbatch, and those that backward's worst moment takes beside."""
         run, fields, form = self.run, self.run.fields, self.run.formats
-        kept, again = self._layers(chunk)
+        kept, in_layers = self._layers(chunk)
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
         output = self._output if chunk.output else 0.0
         output += self._multi_token_bytes() * chunk.mtp
         # A GPU frees a sent output at once, a CPU in the backward pass.
-        sent = form.is_local and not chunk.output
+        sent = not form.on_gpu and not chunk.output
         kept += output + (self._hidden if sent else 0.0)
         # A teacher's hidden states: received in one tensor with the student's, sent in one, and kept for the loss.
         taught, in_teacher = self._of_teacher
@@ -346,21 +354,19 @@ class Activations:
         in_pairs = chunk.pairs * taught + 2 * compared if chunk.pairs else 0.0
         rows = run.batch.micro_batch_size * chunk.embedding
         of_tower, of_worst = tower_bytes(fields, run.layout, rows, form.parameter)
-        in_layers = again + self._in_layer(any(fields.is_moe[layer] for layer in chunk.layers))
         at_output = self._at_output() + self._logits_of_teacher if chunk.output else 0.0
         beside = max(at_output, in_layers - output, of_worst - kept, in_teacher - kept, in_pairs - output, 0.0)
         return kept + of_tower, beside
 
     def left(self, chunk: ChunkLayers, done: int) -> float:
         """Return the bytes while backward goes through a layer of a chunk, with ``done`` layers behind it."""
-        kept, again = self._layers(chunk)
-        in_layer = again + self._in_layer(any(self.run.fields.is_moe[layer] for layer in chunk.layers))
-        return kept * (1 - done / len(chunk.layers)) + in_layer
+        kept, in_layers = self._layers(chunk)
+        return kept * (1 - done / len(chunk.layers)) + in_layers
 
     def _layers(self, chunk: ChunkLayers) -> tuple[float, float]:
-        """Return the bytes that the layers of a chunk keep, and those needed again while one is recomputed."""
+        """Return the bytes that the layers of a chunk keep, and those that backward needs beside in the worst one."""
         fields, layers = self.run.fields, []
-        alike: dict[object, tuple[float, float]] = {}
+        alike: dict[object, _LayerBytes] = {}
         for layer in chunk.layers:  # layers with the same parts are alike; adapters may differ
             key: object = fields.kind(layer) if fields.adapters is None else layer
             alike[key] = alike.get(key) or self._layer(layer)
@@ -404,30 +410,34 @@ class Activations:
             return ends + 2 * self._hidden
         return ends + self._weigh(self._left(multi_token_rows(fields, self.run.batch.seq_length, form)))
 
-    def _layer(self, layer: int) -> tuple[float, float]:
-        """Return the bytes that a layer keeps, and those of them that are not recomputed."""
+    def _layer(self, layer: int) -> _LayerBytes:
+        """Return what is known of a layer."""
         rows = layer_rows(self.run.fields, layer, self.run.batch.seq_length, self.run.formats)
-        return self._weigh(rows), self._weigh(self._left(rows))
+        briefly = self._in_layer(self.run.fields.is_moe[layer])
+        return _LayerBytes(self._weigh(rows), self._weigh(self._left(rows)), briefly)
 
     def _left(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the rows that ``recompute_modules`` leaves."""
         recomputed = self.run.fields.recomputed
         return (row for row in rows if row.part not in recomputed)
 
-    def _recomputed(self, layers: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Return the bytes that the layers of a chunk keep, and those needed again while one is recomputed."""
-        fields, layout, wholes = self.run.fields, self.run.layout, [whole for whole, _ in layers]
+    def _recomputed(self, layers: Sequence[_LayerBytes]) -> tuple[float, float]:
+        """Return the bytes that the layers of a chunk keep, and those that backward needs beside in the worst one."""
+        fields, layout, size = self.run.fields, self.run.layout, self.run.fields.recompute_num_layers
         if not layers or fields.recompute_granularity not in ("selective", "full"):
-            return sum(wholes), 0.0
+            return sum(layer.whole for layer in layers), max((layer.briefly for layer in layers), default=0.0)
         if fields.recompute_granularity == "selective":
-            return sum(left for _, left in layers), max(whole - left for whole, left in layers)
+            return sum(layer.left for layer in layers), max(one.whole - one.left + one.briefly for one in layers)
         shared = fields.distribute_saved_activations and not layout.sequence_parallel
-        hidden, size = self._hidden / (layout.tensor_model_parallel_size if shared else 1), fields.recompute_num_layers
+        hidden = self._hidden / (layout.tensor_model_parallel_size if shared else 1)
         if fields.recompute_method == "block":
             # The kept layers come after the recomputed ones, and are freed by then.
-            return len(wholes[:size]) * hidden + sum(wholes[size:]), max(wholes[:size]) - sum(wholes[size:])
-        groups = [wholes[at : at + size] for at in range(0, len(wholes), size)]
-        return len(groups) * hidden, max(map(sum, groups))
+            kept = sum(layer.whole for layer in layers[size:])
+            again = max(layer.whole + layer.briefly for layer in layers[:size]) - kept
+            return len(layers[:size]) * hidden + kept, max([again, *(layer.briefly for layer in layers[size:])])
+        groups = [layers[at : at + size] for at in range(0, len(layers), size)]
+        worst = max(sum(one.whole for one in group) + max(one.briefly for one in group) for group in groups)
+        return len(groups) * hidden, worst
 
     @property
     def _output(self) -> float:
