@@ -413,7 +413,8 @@ class Activations:
     def _layer(self, layer: int) -> _LayerBytes:
         """Return what is known of a layer."""
         rows = layer_rows(self.run.fields, layer, self.run.batch.seq_length, self.run.formats)
-        briefly = self._in_layer(self.run.fields.is_moe[layer])
+        adapted = _of_weight(self.run.fields, f"decoder.layers.{layer}.mlp.linear_fc1.weight")
+        briefly = self._in_layer(self.run.fields.is_moe[layer], adapted is None or adapted.is_saved)
         return _LayerBytes(self._weigh(rows), self._weigh(self._left(rows)), briefly)
 
     def _left(self, rows: Iterable[Row]) -> Iterator[Row]:
@@ -473,16 +474,17 @@ class Activations:
         at_sum = of_weight + 2 * before  # autograd makes a new sum
         return float(max(at_loss, at_product, at_sum) + of_input)
 
-    def _in_layer(self, is_moe: bool) -> float:
+    def _in_layer(self, is_moe: bool, is_trained: bool = True) -> float:
         """Return the bytes that a feed-forward part needs briefly: its gradients in backward, or what experts copy."""
         fields, element = self.run.fields, self.run.formats.parameter
         inner, kind = (2 if fields.gated_linear_unit else 1) * fields.ffn_hidden_size, "tensor"
         if is_moe:
             of_tokens = (fields.moe_latent_size or fields.hidden_size) * fields.moe_router_topk
             inner, kind = self._copies_of_tokens * of_tokens, "gathered"
-        # With sequence parallelism, the first matrix's input is gathered again, and its gradient is not scattered yet.
+        # With sequence parallelism, the gradient of the first matrix's input is not scattered yet, and the input of a
+        # trained matrix is gathered again.
         whole = "sequence" if is_moe else "nobody"
-        rows = [Row("input and its gradient", 2 * fields.hidden_size, element, whole)]
+        rows = [Row("input and its gradient", (1 + is_trained) * fields.hidden_size, element, whole)]
         rows += [
             Row("residual's gradient", fields.hidden_size, element, "sequence"),
             Row("inner", inner, element, kind),

@@ -9,7 +9,7 @@ from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal.processes import Played, run_jobs
 from lightning_mcore.rehearsal.settings import build_of
 from tests.support.rehearsed import RECOMPUTE, job
-from tests.unit.rehearsal.test_sharded_memory import run
+from tests.unit.rehearsal.test_planned_memory import run
 
 RANKS = 256  # so many share the optimizer's state that a step needs less
 SHARDED = {"use_distributed_optimizer": True}

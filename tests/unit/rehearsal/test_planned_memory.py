@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``plan`` counts of a rank that shares gradients and parameters is what Megatron's FSDP takes in a rehearsal."""
+"""What ``plan`` counts of a rank is what it takes in a rehearsal, with Megatron's FSDP too."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightning_mcore.rehearsal.settings import build_of
 from tests.support.rehearsed import EXPERTS, GATED, RECOMPUTE, job
 
 WITHIN = 0.045  # measured: 0.030, and of experts with megatron-core 0.19 0.043
+WITHIN_OF = {"first of 8 stages": 0.02, "adapters": 0.015}  # measured: 0.019 and 0.010
 RANKS = 8
 SIZES: dict[str, Any] = {
     **GATED,
@@ -25,7 +26,13 @@ LAYER = 4 * 512**2 + 3 * 512 * 1792  # parameters
 WHOLLY = {"data_parallel_sharding": "optim_grads_params"}
 
 
-def run(strategy: dict[str, Any], length: int = 1024, **transformer: Any) -> RunSettings:
+def run(
+    strategy: dict[str, Any],
+    length: int = 1024,
+    microbatches: int = 2,
+    lora: dict[str, Any] | None = None,
+    **transformer: Any,
+) -> RunSettings:
     return RunSettings(
         strategy=strategy,
         precision={"precision": "bf16-mixed"},
@@ -34,8 +41,9 @@ def run(strategy: dict[str, Any], length: int = 1024, **transformer: Any) -> Run
             "seq_length": length,
             "transformer": SIZES | transformer,
             "transformer_impl": "local",
+            "lora": lora,
         },
-        trainer={"accelerator": "gpu", "accumulate_grad_batches": 2, "max_steps": 10},
+        trainer={"accelerator": "gpu", "accumulate_grad_batches": microbatches, "max_steps": 10},
         data={"batch_size": 2},
     )
 
@@ -48,6 +56,12 @@ RUNS = {
     "two layers at once": run(WHOLLY | {"ddp_config": {"suggested_communication_unit_size": 2 * LAYER}}, length=64),
     "recompute": run(WHOLLY | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, **RECOMPUTE),
     "experts": run(WHOLLY | {"expert_model_parallel_size": 2}, **EXPERTS),
+    # Outputs of 8 microbatches in flight are freed once they are sent.
+    "first of 8 stages": run({"pipeline_model_parallel_size": 8}, microbatches=8, **RECOMPUTE),
+    # The inputs of frozen matrices are not gathered again.
+    "adapters": run(
+        {"tensor_model_parallel_size": 4, "sequence_parallel": True, "pipeline_model_parallel_size": 2}, lora={"r": 4}
+    ),
 }
 
 
@@ -61,8 +75,8 @@ def found() -> dict[str, Played | Failure]:
 def test_a_rank_takes_the_planned_memory(found: dict[str, Played | Failure], name: str) -> None:
     played = found[name]
     assert isinstance(played, Played), played.trace
-    [stage] = make_plan(RUNS[name], RANKS).stages
-    assert played.ranks[0].peak_bytes == pytest.approx(stage.memory.total, rel=WITHIN)
+    memory = make_plan(RUNS[name], RANKS).stages[0].memory
+    assert played.ranks[0].peak_bytes == pytest.approx(memory.total, rel=WITHIN_OF.get(name, WITHIN))
 
 
 @pytest.mark.parametrize("name", ["parameters", "gradients"])
