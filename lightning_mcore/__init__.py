@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from lightning_mcore.models.recipe import Recipe, loraplus_groups
     from lightning_mcore.models.reranker import MCoreReranker
     from lightning_mcore.models.vision import MCoreVisionGPT
+    from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
     from lightning_mcore.optimizer.muon import MuonWithAdamW
     from lightning_mcore.strategy.fp8_monitor import FP8Monitor
     from lightning_mcore.strategy.garbage import GarbageCollection
@@ -94,6 +95,7 @@ __all__ = [
     "MCoreRerankingData",
     "MCoreStrategy",
     "MCoreVisionData",
+    "MCoreVisionDistillation",
     "MCoreVisionGPT",
     "ModelShape",
     "MuonWithAdamW",
@@ -148,6 +150,7 @@ HOMES = {
     "MCoreRerankingData": "data.embedding.datamodule",
     "MCoreStrategy": "strategy.strategy",
     "MCoreVisionData": "data.finetuning.images",
+    "MCoreVisionDistillation": "models.vision_distillation",
     "MCoreVisionGPT": "models.vision",
     "ModelShape": "config.layout",
     "MuonWithAdamW": "optimizer.muon",

@@ -42,6 +42,7 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.reranker import MCoreReranker
 from lightning_mcore.models.vision import MCoreVisionGPT
+from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
 from lightning_mcore.optimizer.muon import MuonWithAdamW
 from lightning_mcore.strategy.fp8_monitor import FP8Monitor
 from lightning_mcore.strategy.garbage import GarbageCollection
@@ -70,6 +71,7 @@ SHORT_NAMES = (
     MCoreRerankingData,
     MCoreStrategy,
     MCoreVisionData,
+    MCoreVisionDistillation,
     MCoreVisionGPT,
     MuonWithAdamW,
     PreemptionCheckpoint,

@@ -17,9 +17,11 @@ from lightning_mcore.config.rules.strategy import precision_faults
 from lightning_mcore.config.run import RunSettings, class_and_arguments, rows_of_pairs
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.hf.source import seeing_name, sees_images
+from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import MCoreVisionGPT
+from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_model, of_trainer
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -31,6 +33,9 @@ _NOT_IN_SETTINGS = ("strategy", "precision", "plugins", "callbacks", "logger", "
 _DATA_SIZES = ("batch_size", "seq_length", "packing")
 _LIGHTNING_PRECISIONS = ("MixedPrecision", "HalfPrecision")
 _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+_SEEING: dict[str, type[MCoreGPT]] = {kind.__name__: kind for kind in (MCoreVisionGPT, MCoreVisionDistillation)}
 
 
 class _Reader(CommandCLI):
@@ -202,7 +207,7 @@ def _model(given: Any, where: str) -> dict[str, Any]:
         Recipe.of(arguments["recipe"])  # raises for None
     pretrained = "path" in arguments
     _check_kind(given, arguments)
-    known = of_model(pretrained, sees=name == "MCoreVisionGPT")
+    known = of_model(pretrained, sees=name in _SEEING)
     if name in ("MCoreGPT", "MCoreVisionGPT", "from_pretrained"):
         return {key: value for key, value in arguments.items() if key not in known or value != known[key].default}
     if not {*arguments} & {*known} & {"vocab_size", "transformer", "path"}:
@@ -214,16 +219,18 @@ def _model(given: Any, where: str) -> dict[str, Any]:
 
 
 def _check_kind(given: Any, arguments: dict[str, Any]) -> None:
-    """Reject a model that sees images as an ``MCoreGPT``, and a text model as an ``MCoreVisionGPT``.
+    """Reject a model that sees images in a class for text, and a text model in a class for images.
 
-    A model that may be read either way gets the family with its tower as an ``MCoreVisionGPT``.
+    A model that may be read either way gets the family with its tower in a class for images.
     """
     owner = str(given["class_path"]).split(".")[-2:-1] if isinstance(given, Mapping) and "class_path" in given else []
     path, family = arguments.get("path"), arguments.get("family")
-    if not isinstance(path, str) or owner not in (["MCoreGPT"], ["MCoreVisionGPT"]):
+    kinds: tuple[type[MCoreGPT], ...] = (MCoreGPT, MCoreDistillation, *_SEEING.values())
+    kind = next((kind for kind in kinds if owner == [kind.__name__]), None)
+    if not isinstance(path, str) or kind is None:
         return
-    sees, kind = sees_images(path, family), MCoreGPT if owner == ["MCoreGPT"] else MCoreVisionGPT
-    if sees is False and kind is MCoreVisionGPT and (seeing := seeing_name(path, family)) != family:
+    sees = sees_images(path, family)
+    if sees is False and kind.takes_images and (seeing := seeing_name(path, family)) != family:
         arguments["family"] = seeing
     elif sees is not None and sees is not kind.takes_images:
         kind.check_kind(path, {"vision": None} if sees else {})

@@ -102,6 +102,14 @@ class Distillation:
         self._check_teacher_use()
         self._check_pairs()
 
+    def check_seeing(self) -> None:
+        """Raise ValueError for a setting that a student who sees images does not support."""
+        if self.on_policy:
+            raise ValueError(
+                f"on_policy={self.on_policy} lets the student continue prompts, which is not supported with images;"
+                " leave on_policy out"
+            )
+
     def _check_teacher_use(self) -> None:
         if self.top_k is not None:
             require_size("top_k", self.top_k)
@@ -148,6 +156,19 @@ class Distillation:
     def plain(self) -> dict[str, Any]:
         """Return all fields as plain data; :meth:`of` reads it back."""
         return dataclasses.asdict(self)
+
+
+def check_sight(path: str, teacher: bool, student: bool) -> None:
+    """Raise ValueError if only one of a student and its teacher, which is at ``path``, sees images."""
+    if teacher and not student:
+        raise ValueError(
+            f"teacher={path!r} sees images, and the student does not; give a text-only teacher, or train a"
+            " vision-language student with MCoreVisionDistillation"
+        )
+    if student and not teacher:
+        raise ValueError(
+            f"teacher={path!r} is a text-only model, and the student sees images; give a vision-language teacher"
+        )
 
 
 def check_teacher(path: str, shape: ModelShape, layout: ParallelLayout) -> None:

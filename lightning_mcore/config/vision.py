@@ -78,6 +78,12 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
 """The families, by their ``model_type``."""
 
 
+_OF_IMAGES = (
+    *("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels"),
+    *("image_token_id", "video_token_id"),
+)
+
+
 @dataclass(frozen=True)
 class Vision:
     """The vision settings of one model; ValueError if the family is not in the table."""
@@ -119,13 +125,44 @@ class Vision:
         return len(self.config.get("deepstack_visual_indexes") or ())
 
     @staticmethod
-    def check_first_stage(deepstack: int, layers: int) -> None:
-        """Raise ValueError if the first pipeline stage, or its first chunk, has fewer layers than ``deepstack``."""
+    def check_first_stage(deepstack: int, layers: int, teacher: str | None = None) -> None:
+        """Raise ValueError if the first pipeline stage, or its first chunk, has fewer layers than ``deepstack``.
+
+        ``teacher`` is the path of a teacher, if it is the model.
+        """
+        if layers < deepstack and teacher is not None:
+            raise ValueError(
+                f"the first pipeline stage has {layers} layers of the teacher {teacher}, and outputs of its vision"
+                f" tower are added after the first {deepstack}; choose a smaller pipeline_model_parallel_size, or"
+                " another teacher"
+            )
         if layers < deepstack:
             raise ValueError(
                 f"the first pipeline stage has {layers} layers, and outputs of the vision tower are added after the"
                 f" first {deepstack}; give it more, for example with num_layers_in_first_pipeline_stage"
             )
+
+    def check_teacher(self, path: str, teacher: "Vision") -> None:
+        """Raise ValueError if a teacher of this model, which is at ``path``, cannot see the same patches."""
+        own, taught = ({**vision.config, **vars(vision)} for vision in (self, teacher))
+        for name in _OF_IMAGES:
+            if own[name] != taught[name]:
+                raise ValueError(
+                    f"teacher={path!r} has {name}={taught[name]!r} and the student {own[name]!r}, so the two cannot see"
+                    " the same images; give a teacher with the same value"
+                )
+        if self.family.interleaved is not teacher.family.interleaved:
+            raise ValueError(
+                f"teacher={path!r} is a {teacher.model_type} and the student a {self.model_type}, and only one of these"
+                " types writes the times of video frames as text; give a teacher of the student's type"
+            )
+
+    def times_as(self, other: "Vision") -> bool:
+        """Return whether the frames of videos have the same positions as in another model."""
+        return all(vision.model_type != "qwen2_5_vl" for vision in (self, other)) or (
+            self.model_type == other.model_type
+            and self.config["tokens_per_second"] == other.config["tokens_per_second"]
+        )
 
     @property
     def width(self) -> int:

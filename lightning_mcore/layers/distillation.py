@@ -25,7 +25,7 @@ checkpoints. ``models/distillation.py`` builds both.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,10 @@ from lightning_mcore.layers.chunked_loss import (
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.hidden_states import HiddenDistance, keeping
 from lightning_mcore.layers.sampling import vocab_parallel_top_k
+from lightning_mcore.layers.vision import VisionGPT
 
+_SHARED = ("packed_seq_params", "padding_mask", "rope_positions", "vision_rows", "patches", "vision_grids")
+"""Arguments of a call that the teacher gets too."""
 _LEAST = -1e4  # log-probability of nothing: exp(-1e4) is 0, and 0 * -1e4 as well
 
 
@@ -71,6 +74,7 @@ class StudentChunk(GPTChunk):
     _distance: HiddenDistance | None = None  # if layers are paired
     _is_learning = _is_storing = False
     _stored: Tensor | None = None  # [b, s, 2k + 1] fp32
+    _given: Mapping[str, Any] = {}  # arguments that differ for the teacher
     _received: Tensor | None = None  # from the stage before, [s, b, both hidden sizes]
     _taught: Tensor | None = None  # the teacher's output of the current call
 
@@ -87,21 +91,24 @@ class StudentChunk(GPTChunk):
             self._distance = HiddenDistance(self, teacher, pairs, setting.intermediate_loss)
 
     @contextlib.contextmanager
-    def learning(self, stored: Tensor | None = None) -> Iterator[None]:
-        """Let calls learn from the teacher, or from its stored logits, inside the ``with`` block."""
-        self._is_learning, self._stored = stored is None, stored
+    def learning(self, given: Mapping[str, Any], stored: Tensor | None = None) -> Iterator[None]:
+        """Let calls learn from the teacher, or from its stored logits, inside the ``with`` block.
+
+        ``given`` are arguments that the teacher gets instead of the student's.
+        """
+        self._is_learning, self._stored, self._given = stored is None, stored, given
         try:
             yield
         finally:
-            self._is_learning = False
+            self._is_learning, self._given = False, {}
             self._taught = self._received = self._stored = None
 
     @contextlib.contextmanager
-    def storing(self) -> Iterator[None]:
-        """Let calls return what is stored inside the ``with`` block."""
+    def storing(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Let calls return what is stored inside the ``with`` block; ``given`` as in :meth:`learning`."""
         self._is_storing = True
         try:
-            with self.learning():
+            with self.learning(given):
                 yield
         finally:
             self._is_storing = False
@@ -126,7 +133,7 @@ class StudentChunk(GPTChunk):
             own, given, distance = torch.split(self._received, sizes, dim=-1)
             super().set_input_tensor(own)
             teacher.set_input_tensor(given.detach())
-        shared = {name: kwargs[name] for name in ("packed_seq_params", "padding_mask") if name in kwargs}
+        shared = {**{name: kwargs[name] for name in _SHARED if name in kwargs}, **self._given}
         pairs = [] if compare is None else compare.pairs
         with torch.no_grad(), keeping(teacher, {layer for _, layer in pairs}) as wanted:
             self._taught = teacher(input_ids, position_ids, attention_mask, **shared)
@@ -174,6 +181,14 @@ class StudentChunk(GPTChunk):
             given=self._stored,
         )
         return found[0] if self._is_storing else torch.stack(found)
+
+
+class VisionTeacherChunk(TeacherChunk, VisionGPT):
+    """A :class:`TeacherChunk` with a vision tower of its own."""
+
+
+class VisionStudentChunk(StudentChunk, VisionGPT):  # type: ignore[misc]  # VisionGPT has more arguments, by name
+    """A :class:`StudentChunk` with a vision tower of its own; its teacher sees the same patches."""
 
 
 class Sums(NamedTuple):

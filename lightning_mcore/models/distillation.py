@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_mcore.config.distillation import Distillation, check_layer_pairs, check_teacher
+from lightning_mcore.config.distillation import Distillation, check_layer_pairs, check_sight, check_teacher
 from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
@@ -25,7 +25,7 @@ from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import collate_padded, packing_multiples
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.hf.adapters import fingerprint
-from lightning_mcore.hf.source import absolute
+from lightning_mcore.hf.source import absolute, seeing_name
 from lightning_mcore.hf.tokens import tokens_of
 from lightning_mcore.layers.distillation import StudentChunk, TeacherChunk
 from lightning_mcore.layers.gpt import GPTChunk
@@ -82,6 +82,8 @@ class MCoreDistillation(MCoreGPT):
         >>> model = MCoreDistillation(32000, seq_length=2048, transformer=sizes, distillation=teacher)
     """
 
+    with_images = "MCoreVisionDistillation"
+
     def __init__(
         self,
         vocab_size: int,
@@ -108,6 +110,9 @@ class MCoreDistillation(MCoreGPT):
         arguments = passed_on(locals(), "distillation")
         setting = Distillation.of(distillation)
         super().__init__(**arguments)
+        self._learn_by(setting)
+
+    def _learn_by(self, setting: Distillation) -> None:
         self.distillation = setting
         self.teacher_mark: str | None = None  # identifies the teacher's weights
         self._path_of_teacher = absolute(setting.teacher)  # the working folder may change
@@ -152,11 +157,18 @@ class MCoreDistillation(MCoreGPT):
         """
         found: Teacher | None = self.__dict__.get("_own_teacher")
         if found is None:
-            found = Teacher.of_student(self._path_of_teacher, self)
+            found = self._new_teacher(self._path_of_teacher)
             check_tokens(self, found)
             self.__dict__["_own_teacher"] = found  # not a submodule
         found._trainer = self._trainer
         return found
+
+    def _new_teacher(self, path: str) -> "Teacher":
+        return Teacher.of_student(path, self)
+
+    def _arguments_of_teacher(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments that the teacher's chunks get for a batch instead of the student's."""
+        return {}
 
     def check_settings(self) -> None:
         """Check the settings as ``MCoreGPT`` does; before training, also that the teacher fits student and layout.
@@ -316,7 +328,8 @@ class MCoreDistillation(MCoreGPT):
         stored = batch["teacher_top_k"] if self._reads_stored else None
         if stored is not None and is_packed(batch):
             stored = stored.flatten(0, 1)[None]  # as the model takes the tokens
-        with self._on_chunks(lambda chunk: chunk.learning(stored)):
+        given = {} if self._reads_stored else self._arguments_of_teacher(batch)
+        with self._on_chunks(lambda chunk: chunk.learning(given, stored)):
             found, inputs = self.token_losses(batch)
         assert inputs.loss_mask is not None
         losses, divergences = found[:2]
@@ -334,7 +347,8 @@ class MCoreDistillation(MCoreGPT):
 
     def teacher_top_k(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the teacher's most likely tokens and their log-probabilities, [b, s, 2k + 1], for a padded batch."""
-        with self._on_chunks(StudentChunk.storing):
+        given = self._arguments_of_teacher(batch)
+        with self._on_chunks(lambda chunk: chunk.storing(given)):
             found, _ = self.token_losses(batch)
         return found if self._host() is None else whole_sequence(found, process_group("cp"))
 
@@ -354,13 +368,13 @@ class Teacher(MCoreGPT):
     def of_student(cls, path: str, student: MCoreGPT) -> Self:
         """Read the settings of the teacher at ``path``.
 
-        Raises FileNotFoundError if there is no such model, ValueError if it is not a language model or is not
-        supported.
+        Raises FileNotFoundError if there is no such model, ValueError if it is not a model of the student's kind or is
+        not supported.
         """
         given = student.hparams
         teacher = cls._of_pretrained(
             path,
-            None,
+            seeing_name(path, None) if cls.takes_images else None,
             student.seq_length,
             _OFF,
             None,
@@ -374,6 +388,12 @@ class Teacher(MCoreGPT):
                 " the merged model"
             )
         return teacher
+
+    @classmethod
+    def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
+        """Raise ValueError if one of teacher and student sees images and the other does not."""
+        check_sight(path, "vision" in settings, cls.takes_images)
+        super().check_kind(path, settings)
 
     @property
     def _resumes(self) -> bool:

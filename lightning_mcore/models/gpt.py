@@ -152,6 +152,9 @@ class MCoreGPT(SpeedLogs):
     takes_images = False
     """Whether a batch may hold images and videos."""
 
+    with_images = "MCoreVisionGPT"
+    """Name of the class that trains such a model on images and videos."""
+
     head = ""
     """Suffix of a family's name for models with this output layer: ``SCORING``, ``HIDDEN`` or none."""
 
@@ -300,7 +303,7 @@ class MCoreGPT(SpeedLogs):
     def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
         """Raise ValueError for the settings of another kind of model, and drop settings that are not arguments here."""
         if "vision" in settings:
-            raise ValueError(f"{path} also sees images, which {cls.__name__} does not; take MCoreVisionGPT")
+            raise ValueError(f"{path} also sees images, which {cls.__name__} does not; take {cls.with_images}")
 
     @property
     def config(self) -> TransformerConfig:
@@ -550,7 +553,7 @@ class MCoreGPT(SpeedLogs):
         images = [name for name in INPUTS if name in batch]
         if images and not self.takes_images:
             raise ValueError(
-                f"a batch has {images[0]}, which {type(self).__name__} would ignore; train MCoreVisionGPT, or leave"
+                f"a batch has {images[0]}, which {type(self).__name__} would ignore; train {self.with_images}, or leave"
                 " images and videos out of the data"
             )
         check_vocabulary(batch, self.vocab_size)

@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_mcore.data.appended import appending
-from lightning_mcore.data.packing.rows import collate_padded, packing_multiples
+from lightning_mcore.data.packing.rows import packing_multiples
 from lightning_mcore.models.forward_pass import results_of_samples
 from lightning_mcore.models.generation import evaluating
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
@@ -53,7 +53,7 @@ class StoredLogits:
         if found is None:
             raise ValueError(
                 f"{self._name} needs training data whose samples have a fixed order; give"
-                " MCoreFinetuningData(streaming=False), or leave stored out"
+                " MCoreFinetuningData(streaming=False) or MCoreVisionData, or leave stored out"
             )
         self.samples, key = found
         assert setting.top_k is not None
@@ -111,6 +111,7 @@ class StoredLogits:
         run_on_rank0(partial(_describe, self._folder, told))
         self.tokens = tokens
         samples, trainer = self.samples, module.trainer
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         first, count = self.complete, len(samples)
         if first:
             rank_zero_info(f"the logits in {self._folder} continue at sample {first} of {count}")
@@ -118,9 +119,10 @@ class StoredLogits:
 
         def batch_of(own: list[int], of_all: list[int]) -> dict[str, torch.Tensor]:
             length = -(-int(samples.lengths[of_all].max()) // multiple) * multiple
-            return collate_padded(samples.take(own), multiple, length)
+            made: dict[str, torch.Tensor] = data.padded(samples.take(own), multiple, length)
+            return made
 
-        each = trainer.datamodule.batch_size  # type: ignore[attr-defined]
+        each = data.batch_size
         what = f"logits of the training data under {module.distillation.teacher}"
         path = os.path.join(self._folder, _NUMBERS)
         size = int(samples.offsets[first]) * self.width * 4

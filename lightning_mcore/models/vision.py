@@ -66,6 +66,9 @@ class MCoreVisionGPT(MCoreGPT):
 
     takes_images = True
 
+    without_images = "MCoreGPT"
+    """Name of the class that trains such a model on text alone."""
+
     def __init__(
         self,
         vocab_size: int,
@@ -134,9 +137,9 @@ class MCoreVisionGPT(MCoreGPT):
             if with_tower(name) != name:
                 raise ValueError(
                     f"{path} was imported without its vision tower; import it with family={with_tower(name)!r}"
-                    f" (--family {with_tower(name)}), or take MCoreGPT"
+                    f" (--family {with_tower(name)}), or take {cls.without_images}"
                 )
-            raise ValueError(f"{path} is a text-only model; take MCoreGPT")
+            raise ValueError(f"{path} is a text-only model; take {cls.without_images}")
         # A default may go, a setting that changes the model may not
         for name in settings.keys() - inspect.signature(cls).parameters.keys():
             value, usual = settings.pop(name), inspect.signature(MCoreGPT).parameters[name].default

@@ -346,7 +346,7 @@ class Activations:
         sent = not form.on_gpu and not chunk.output
         kept += output + (self._hidden if sent else 0.0)
         # A teacher's hidden states: received in one tensor with the student's, sent in one, and kept for the loss.
-        taught, in_teacher = self._of_teacher
+        taught, in_teacher = self._of_teacher(chunk)
         kept += taught * ((not chunk.embedding) + sent + chunk.output)
         # Pairs of hidden states: their difference in fp32, or both; while compared, also the teacher's as they were
         compared = self._taught_in_fp32
@@ -373,13 +373,18 @@ class Activations:
             layers.append(alike[key])
         return self._recomputed(layers)
 
-    @property
-    def _of_teacher(self) -> tuple[float, float]:
-        """Return the bytes of a teacher's hidden states between two layers, and those that one of its layers needs."""
-        if self.run.fields.teacher is None:
+    def _of_teacher(self, chunk: ChunkLayers) -> tuple[float, float]:
+        """Return the bytes of a teacher's hidden states between two layers, and those that one of its layers needs.
+
+        Or one of the blocks of its vision tower, if that is more.
+        """
+        run, taught = self.run, self.run.fields.teacher
+        if taught is None:
             return 0.0, 0.0
-        teacher = Activations(replace(self.run, fields=self.run.fields.teacher))
-        return teacher._hidden, teacher._in_layer(any(teacher.run.fields.is_moe))
+        teacher = Activations(replace(run, fields=taught))
+        rows = run.batch.micro_batch_size * chunk.embedding
+        _, in_tower = tower_bytes(taught, run.layout, rows, run.formats.parameter)
+        return teacher._hidden, max(teacher._in_layer(any(taught.is_moe)), in_tower)
 
     @property
     def _taught_in_fp32(self) -> float:

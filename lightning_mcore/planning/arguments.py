@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning_mcore.config.distillation import Distillation
+from lightning_mcore.config.distillation import Distillation, check_sight
 from lightning_mcore.config.embedding import Embedding, faults_of_batch
 from lightning_mcore.config.embedding import faults_with_model as faults_of_vectors
 from lightning_mcore.config.field_homes import DEFAULTS
@@ -16,10 +16,20 @@ from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.reranking import faults_of_batch as faults_of_documents
 from lightning_mcore.config.rules.model import faults_of_mean
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.vision import PARTS, Vision
 from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.peft_folder import given_lora
+from lightning_mcore.hf.pixels import check_pixels
 from lightning_mcore.hf.sentence_folder import check_pooling
-from lightning_mcore.hf.source import absolute, check_scores, planned_settings, require_head, sees_images, variant_name
+from lightning_mcore.hf.source import (
+    absolute,
+    check_scores,
+    planned_settings,
+    require_head,
+    seeing_name,
+    sees_images,
+    variant_name,
+)
 from lightning_mcore.models import embedding as vectors
 from lightning_mcore.models import reranker
 from lightning_mcore.models.kinds import kind_of
@@ -29,6 +39,7 @@ from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.signatures import of_model
+from lightning_mcore.planning.vision import with_tower
 
 if TYPE_CHECKING:
     from lightning_mcore.planning.rules import RuleBook
@@ -111,22 +122,36 @@ def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: Glob
         yield f"micro_batch_size={batch.micro_batch_size} cuts a pair apart; choose an even number"
 
 
+def setting_of(model: Mapping[str, Any]) -> Distillation | None:
+    """Return the settings of a model's distillation; None if it has no teacher."""
+    return None if model.get("distillation") is None else Distillation.of(model["distillation"])
+
+
 def with_teacher(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
     """Return a model's sizes with its teacher's, if it has one.
 
     Raises FileNotFoundError if there is no such teacher, ValueError or TypeError for a wrong setting.
     """
-    if model.get("distillation") is None:
+    setting = setting_of(model)
+    if setting is None:
         return fields
-    setting = Distillation.of(model["distillation"])
+    if fields.vision is not None:
+        setting.check_seeing()
     if setting.stored is not None and looks_complete(absolute(setting.stored)):
         return fields
     path = setting.teacher
-    given = planned_settings(path, None, fields.seq_length, {"mtp_num_layers": None})
+    family = None if fields.vision is None else seeing_name(path, None)
+    given = planned_settings(path, family, fields.seq_length, {"mtp_num_layers": None})
+    check_sight(path, "vision" in given, fields.vision is not None)
     multiple = model.get("make_vocab_size_divisible_by") or 128
+    teacher = GPTFields.of({**given, "make_vocab_size_divisible_by": multiple})
+    if fields.vision is not None:
+        fields.vision.check_teacher(path, Vision.of(given["vision"]))
+        check_pixels((model.get("hf") or {}).get("path"), path)
+        teacher = with_tower(teacher, {**given, "freeze": PARTS})
     return replace(
         fields,
-        teacher=GPTFields.of({**given, "make_vocab_size_divisible_by": multiple}),
+        teacher=teacher,
         teacher_path=path,
         layer_pairs=tuple((own, taught) for own, taught in setting.intermediate_layer_pairs or ()),
         hidden_loss=setting.intermediate_loss,
@@ -137,7 +162,7 @@ def assumptions_of_loss(model: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is not counted, as part of a sentence."""
     if "preference" in model and Preference.of(model["preference"]).needs_reference:
         yield "the passes that compute log-probabilities under the reference are not counted"
-    setting = None if model.get("distillation") is None else Distillation.of(model["distillation"])
+    setting = setting_of(model)
     if setting is not None and setting.stored is not None:
         yield "each step is counted as if the teacher ran in it, unless its logits are already stored"
     if setting is not None and setting.on_policy:

@@ -273,6 +273,8 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
         book.attempt(check_first_stage, fields, layout)
     if fits and fields.teacher is not None:
         fits = book.passes(check_teacher, fields.teacher_path, fields.teacher.shape, layout)
+        if fits:
+            book.attempt(check_first_stage, fields.teacher, layout, fields.teacher_path)
         if fits and fields.layer_pairs:
             own, taught = (layers_of_chunks(model, layout) for model in (fields, fields.teacher))
             recomputes = fields.recompute_granularity == "full"

@@ -28,6 +28,7 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.reranker import MCoreReranker
 from lightning_mcore.models.vision import MCoreVisionGPT
+from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
 
 
 class Argument(NamedTuple):
@@ -68,7 +69,7 @@ def of_model(pretrained: bool = False, sees: bool = False) -> Arguments:
     """Return the arguments of ``MCoreGPT`` and the classes that change its loss, or of their ``from_pretrained``."""
     found: dict[str, Argument] = {}
     others = (MCorePreference, MCoreDistillation, MCoreEmbedding, MCoreReranker, MCoreGPT)
-    for kind in (MCoreVisionGPT,) if sees else others:
+    for kind in (MCoreVisionDistillation, MCoreVisionGPT) if sees else others:
         found |= arguments_of(kind.from_pretrained if pretrained else kind)
     if "distillation" in found:
         found["distillation"] = found["distillation"]._replace(default=None)  # only its own class needs it

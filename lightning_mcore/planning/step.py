@@ -57,6 +57,10 @@ def step_work(run: Sizes) -> StepWork:
     if fields.vision is not None:
         of_stage[0] += again / ranks
         slowed[0] += again / ranks * (1 + NARROW / fields.vision.width)
+    if fields.teacher is not None and fields.teacher.vision is not None:
+        forward = tower_flops(fields.teacher)[0] * batch.rows / ranks
+        of_stage[0] += forward
+        slowed[0] += forward * (1 + NARROW / fields.teacher.vision.width)
     model = per_token * batch.tokens + tower
     return StepWork(model, sum(of_stage) * ranks, tuple(of_stage), tuple(slowed), model / batch.tokens, tower)
 

@@ -41,13 +41,17 @@ def with_images(fields: GPTFields, image_tokens: int | None, seq_length: int) ->
         raise ValueError(
             f"image_tokens={image_tokens} does not fit a row of {seq_length} tokens; choose 1 to {seq_length}"
         )
-    return replace(fields, image_tokens=image_tokens)
+    teacher = None if fields.teacher is None else replace(fields.teacher, image_tokens=image_tokens)
+    return replace(fields, image_tokens=image_tokens, teacher=teacher)
 
 
-def check_first_stage(fields: GPTFields, layout: ParallelLayout) -> None:
-    """Refuse a first pipeline stage with too few layers for the outputs from inside the tower."""
+def check_first_stage(fields: GPTFields, layout: ParallelLayout, teacher: str | None = None) -> None:
+    """Refuse a first pipeline stage with too few layers for the outputs from inside the tower.
+
+    ``teacher`` is the path of a teacher, if it is the model.
+    """
     if fields.vision is not None:
-        Vision.check_first_stage(fields.vision.deepstack, len(stage_layers(fields, layout)[0][0].layers))
+        Vision.check_first_stage(fields.vision.deepstack, len(stage_layers(fields, layout)[0][0].layers), teacher)
 
 
 def assumptions_of_vision(fields: GPTFields | None) -> Iterator[str]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore.arguments.build import make_precision, make_strategy
-from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.preference import Preference
@@ -22,6 +21,8 @@ from lightning_mcore.config.vision import Vision
 from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.kinds import kind_of
 from lightning_mcore.models.vision import MCoreVisionGPT
+from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
+from lightning_mcore.planning.arguments import setting_of
 from lightning_mcore.planning.model import backend_of
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.rehearsal.rank import STEPS, Build
@@ -113,7 +114,7 @@ def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tupl
     assert run.batch is not None
     if "vision" in run.model and settings.image_tokens is None:
         raise ValueError("the model sees images, and the tokens of them in a row are not known; give --image-tokens N")
-    setting = None if run.model.get("distillation") is None else Distillation.of(run.model["distillation"])
+    setting = setting_of(run.model)
     for name in ("stored", "on_policy"):
         if value := getattr(setting, name, None):
             raise ValueError(
@@ -161,7 +162,9 @@ def _build(
         ranks = layout.tensor_model_parallel_size * layout.context_parallel_size  # which share the images of a row
         images = batch_with_images(Vision.of(model["vision"]), rows, length, settings.image_tokens, ranks)
         loader: Any = DataLoader([images] * (accumulated * STEPS), batch_size=None)  # type: ignore[arg-type]
-        return trainer, MCoreVisionGPT(**arguments), (loader, loader)
+        if setting_of(model) is None:
+            return trainer, MCoreVisionGPT(**arguments), (loader, loader)
+        return trainer, _without_weights(MCoreVisionDistillation(**arguments)), (loader, loader)
     preference = Preference.of(model["preference"]) if "preference" in model else None
     # The reference of adapters is the model without them, which runs in each step.
     in_data = preference is not None and preference.needs_reference and not model.get("lora")
@@ -173,8 +176,12 @@ def _build(
     sequences = 1 if trainer.strategy.layout.hybrid_context_parallel else 4  # type: ignore[attr-defined]
     data = MadeUpRows(rows * accumulated * STEPS, length, packed, preference, in_data, embedding, sequences)
     loader = DataLoader(data, batch_size=rows)
-    if model.get("distillation") is not None:
-        student = MCoreDistillation(**arguments)
-        student.teacher._starts_from = None  # its config says how large it is, and its weights need no values
-        return trainer, student, (loader, loader)
+    if setting_of(model) is not None:
+        return trainer, _without_weights(MCoreDistillation(**arguments)), (loader, loader)
     return trainer, kind_of(model)(**arguments), (loader, loader)
+
+
+def _without_weights(student: MCoreDistillation) -> MCoreDistillation:
+    """Return a student whose teacher reads no weights: its config says how large it is."""
+    student.teacher._starts_from = None
+    return student

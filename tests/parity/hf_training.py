@@ -309,7 +309,7 @@ def finished_gradients(module: Any) -> list[Part]:
     gradients: dict[int, Tensor] = {}
     for chunk in module.trainer.strategy._chunks.ddp:
         gradients |= whole_gradients(chunk)
-    parameters = [parameter.data for parameter in module.model.parameters()]
+    parameters = [each.data for each in module.model.parameters() if each.requires_grad]
     kept = [data.clone() for data in parameters]
     for data in parameters:
         data.copy_(gradients[data.data_ptr()])

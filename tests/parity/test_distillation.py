@@ -254,26 +254,28 @@ class Data(pl.LightningDataModule):
         return self.train_dataloader()
 
 
+def projections_of(module: MCoreDistillation) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """Yield the pairs of layers whose projection is on this rank, and its weight."""
+    for chunk in module.model.chunks:
+        for name, layer in getattr(chunk, PROJECTIONS, {}).items():
+            first, second = map(int, name.split("-"))
+            yield (first, second), layer.weight
+
+
 class Watched(KeepsGradients, MCoreDistillation):
     """Keeps finished gradients, also of projections, which begin with known values."""
 
     def configure_model(self) -> None:
         super().configure_model()
         with torch.no_grad():
-            for pair, weight in self.projections():
+            for pair, weight in projections_of(self):
                 weight.copy_(projection(pair, *weight.shape))
-
-    def projections(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        for chunk in self.model.chunks:
-            for name, layer in getattr(chunk, PROJECTIONS, {}).items():
-                first, second = map(int, name.split("-"))
-                yield (first, second), layer.weight
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         super().on_before_optimizer_step(optimizer)
         strategy: Any = self.trainer.strategy
         found = [whole_gradients(chunk) for chunk in strategy._chunks.ddp]
-        for (a, b), weight in self.projections():
+        for (a, b), weight in projections_of(self):
             [gradient] = [of[weight.data_ptr()] for of in found if weight.data_ptr() in of]
             self.gradients.append(Part(f"{PROJECTIONS}.{a}-{b}.weight", (0, 0), gradient.clone()))
 

@@ -86,7 +86,7 @@ def reference(family: str) -> Reference:
     loss.backward()
     held = {name: _as_on_the_hub(family, name, parameter.grad) for name, parameter in model.named_parameters()}
     return Reference(
-        logits.detach(), loss.item(), {name: held[_in_memory(name, held)] for name, _ in read_tensors(folder)}
+        logits.detach(), loss.item(), {name: held[in_memory(name, held)] for name, _ in read_tensors(folder)}
     )
 
 
@@ -95,7 +95,7 @@ def _as_on_the_hub(family: str, name: str, gradient: Tensor | None) -> Tensor:
     return gradient.mT if family == "qwen3_vl_moe" and ".mlp.experts." in name else gradient
 
 
-def _in_memory(name: str, held: dict[str, Any]) -> str:
+def in_memory(name: str, held: dict[str, Any]) -> str:
     """Return the name of a tensor on the disk as transformers has it in memory."""
     old = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else f"model.{name}"
     return name if name in held else old

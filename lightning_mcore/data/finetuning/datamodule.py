@@ -26,6 +26,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore.config.value_checks import require_choice, require_flag, require_size
@@ -43,7 +44,7 @@ from lightning_mcore.data.finetuning.tokenized import (
     tokenize_files,
 )
 from lightning_mcore.data.loop_progress import LoopProgress
-from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics
+from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, TokenSample
 from lightning_mcore.data.packing.rows import (
     PackedDataset,
     PackingMultiples,
@@ -292,6 +293,10 @@ class MCoreFinetuningData(pl.LightningDataModule):
         samples = data.samples if isinstance(data, PackedDataset) else data
         digest = hashlib.sha256(json.dumps(self._sources).encode() + samples.order)
         return samples, digest.hexdigest()
+
+    def padded(self, samples: list[TokenSample], multiple: int, row_length: int) -> dict[str, Tensor]:
+        """Return samples as a padded batch, as :func:`collate_padded` does."""
+        return collate_padded(samples, multiple, row_length)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sources of the training data, and whether training is within an epoch."""

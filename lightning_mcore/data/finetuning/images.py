@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -250,7 +250,7 @@ class _Samples(TokenizedSamples):
             # Those whose tokens are among the inputs, which are all tokens but the last.
             counts = self._whole(sample.tokens[:-1], {_IMAGES: images, _VIDEOS: videos})
             seen = tuple(images[: counts[0]]), tuple(videos[: counts[1]])
-            found.append(SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, None, *seen))
+            found.append(SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, sample.teacher_top_k, *seen))
         return found
 
 
@@ -344,7 +344,14 @@ class ImageRows(MCoreFinetuningData):
 
     @property
     def _collate(self) -> Callable[[list[Any]], Any]:
-        return _Collate(super()._collate, self.image_processor, self.videos, self.media_dir)
+        return self._with_patches(super()._collate)
+
+    def padded(self, samples: list[TokenSample], multiple: int, row_length: int) -> dict[str, Tensor]:
+        """Return samples as a padded batch, as :func:`collate_padded` does, with their patches."""
+        return self._with_patches(partial(super().padded, multiple=multiple, row_length=row_length))(samples)
+
+    def _with_patches(self, collate: Callable[[list[Any]], dict[str, Tensor]]) -> "_Collate":
+        return _Collate(collate, self.image_processor, self.videos, self.media_dir)
 
 
 @inherit_help(MCoreFinetuningData)

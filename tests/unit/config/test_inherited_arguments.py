@@ -18,6 +18,7 @@ from lightning_mcore import (
     MCoreReranker,
     MCoreRerankingData,
     MCoreVisionData,
+    MCoreVisionDistillation,
     MCoreVisionGPT,
 )
 from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
@@ -38,6 +39,7 @@ MODELS = [  # a class, the arguments of its own, and those of MCoreGPT that it l
     (MCoreEmbedding, {"embedding"}, {"loss_normalization"}),
     (MCoreReranker, {"reranker"}, {"loss_normalization"}),
     (MCoreVisionGPT, {"vision", "freeze"}, {*OF_POSITIONS, "train_only"}),
+    (MCoreVisionDistillation, {"vision", "freeze", "distillation"}, {*OF_POSITIONS, "train_only"}),
 ]
 DATA = [
     (MCorePreferenceData, set(), OF_CONVERSATIONS),
