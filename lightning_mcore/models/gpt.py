@@ -327,8 +327,7 @@ class MCoreGPT(SpeedLogs):
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"], learned_positions)
         check_normalization(self.loss_normalization, config)
         if self._hybrid:
-            others = ("preference", "embedding", "reranker", "vision")
-            check_hybrid(config, type(self).__name__ if any(hasattr(self, name) for name in others) else None)
+            check_hybrid(config, type(self).__name__ if hasattr(self, "vision") else None)
         if self.lora is not None:
             names = projection_names(*self.hf_names())
             self.lora.check_targets(names, strict=self._adapter is None)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import Embedding, LoRA, MCoreEmbedding, MCoreEmbeddingData, MCoreStrategy, Recipe, SaveHFModel
 from lightning_mcore.data.embedding.texts import Texts, build_texts_row, collate_padded_texts, collate_texts_rows
+from lightning_mcore.data.packing.rows import build_parts
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.export import export_checkpoint
 from tests.parity.hf_training import Part, finished_gradients, on_disk
@@ -49,15 +50,19 @@ CASES = {
 QUERIES = 4
 ROWS = {1: ((0, 1, 2), (3,)), 2: ((0, 1), (2, 3))}  # the queries in packed rows, for one microbatch or two
 
-Run = tuple[str, str, bool]  # a case, a family, and whether rows are packed
+IN_PARTS = (((0,), (1,)), ((2, 3),))  # in the parts of a row whose queries are whole on two ranks, and of one for both
+
+Form = bool | Literal["hybrid"]  # whether rows are packed, perhaps with hybrid_context_parallel
+Run = tuple[str, str, Form]  # a case, a family, and the form of the rows
 BOTH: tuple[Run, ...] = (("last", "qwen2", False), ("mean", "qwen2", True))
 OTHER: tuple[Run, ...] = (("last", "qwen2", True), ("mean", "qwen2", False))
+HYBRID: tuple[Run, ...] = (("last", "qwen2", "hybrid"), ("mean", "qwen2", "hybrid"))
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
     "1": {Layout(): (*BOTH, *OTHER, ("last", "llama", False))},
     "2": {
         Layout(tp=2, sp=True): BOTH,
         Layout(pp=2): BOTH,
-        Layout(cp=2): (*BOTH, *OTHER),
+        Layout(cp=2): (*BOTH, *OTHER, *HYBRID),
         Layout(dp=2, distributed_optimizer=True): (*BOTH, *OTHER),
     },
     "2 more": {
@@ -67,9 +72,10 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         Layout(moe=True, dp=2, ep=2): (("soft", "qwen2_moe", False), ("mean", "qwen2_moe", True)),
     },
     "4": {
-        Layout(tp=2, cp=2, sp=True): (*BOTH, *OTHER),
+        Layout(tp=2, cp=2, sp=True): (*BOTH, *OTHER, *HYBRID),
+        Layout(pp=2, cp=2): HYBRID,
         Layout(tp=2, pp=2, sp=True): BOTH,
-        Layout(dp=2, cp=2): (*BOTH, *OTHER),
+        Layout(dp=2, cp=2): (*BOTH, *OTHER, *HYBRID),
         Layout(dp=2, pp=2, distributed_optimizer=True): (BOTH[0], OTHER[1]),
     },
 }
@@ -154,19 +160,28 @@ def plain_steps(case: str, family: str, parts: int) -> Wanted:
 class Data(pl.LightningDataModule):
     """The rows of the queries in ``parts`` microbatches a step.
 
-    They are packed into ``packed`` tokens, or if this is None padded to ``length``, or to the longest text.
+    They are packed into ``packed`` tokens, perhaps for ``hybrid`` context parallelism of two ranks, or if this is None
+    padded to ``length``, or to the longest text.
     """
 
     def __init__(
-        self, rows: Sequence[Texts], packed: int | None, length: int | None = None, parts: int = 1, steps: int = STEPS
+        self,
+        rows: Sequence[Texts],
+        packed: int | None,
+        length: int | None = None,
+        parts: int = 1,
+        steps: int = STEPS,
+        hybrid: bool = False,
     ) -> None:
         super().__init__()
+        self._hybrid = hybrid
         self._rows, self._packed, self._length = rows, packed, length
         self._parts, self._steps = parts, steps
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank, ranks = data_parallel_place(self.trainer)
-        chosen: Any = ROWS[self._parts] if self._packed else range(QUERIES)
+        packed = IN_PARTS if self._hybrid else ROWS[self._parts]
+        chosen: Any = packed if self._packed else range(QUERIES)
         size = len(chosen) // self._parts
         parts = [chosen[part * size :][:size][rank::ranks] for part in range(self._parts)]
         collate = self._pad if self._packed is None else self._pack
@@ -181,8 +196,11 @@ class Data(pl.LightningDataModule):
     def _take(self, numbers: Sequence[int]) -> list[Texts]:
         return [self._rows[number] for number in numbers]
 
-    def _pack(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def _pack(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         assert self._packed is not None
+        if self._hybrid:
+            wide = [[self._take(part) for part in row] for row in rows]
+            return collate_texts_rows([build_parts(build_texts_row, row, self._packed, MULTIPLE, 2) for row in wide])
         return collate_texts_rows([build_texts_row(self._take(row), self._packed, MULTIPLE) for row in rows])
 
     def _pad(self, numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -213,21 +231,30 @@ def train(layouts: dict[Layout, tuple[Run, ...]], folders: dict[str, str]) -> li
     return [[_train(layout, run, folders[run[1]]) for run in runs] for layout, runs in layouts.items()]
 
 
+def parts_of(layout: Layout, form: Form) -> int:
+    """Return the microbatches of a step: of one row with ``hybrid_context_parallel``."""
+    return 2 // layout.dp if form == "hybrid" else layout.pp
+
+
 def _train(layout: Layout, run: Run, folder: str) -> Seen:
-    case, _, packed = run
+    case, _, form = run
     setting = CASES[case]
     module = Watched.from_pretrained(folder, seq_length=PACKED_LENGTH, embedding=setting)
+    return train_steps(module, layout, form, rows_of(setting.negatives), PACKED_LENGTH)
+
+
+def train_steps(module: Any, layout: Layout, form: Form, rows: Sequence[Texts], length: int) -> Seen:
+    """Train a module that is :class:`Watching` for some steps on rows of this form and, if packed, length."""
+    is_hybrid, parts = form == "hybrid", parts_of(layout, form)
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments),
+        MCoreStrategy(**layout.strategy_arguments, hybrid_context_parallel=is_hybrid),
         max_steps=STEPS,
-        accumulate_grad_batches=layout.pp,
+        accumulate_grad_batches=parts,
         use_distributed_sampler=False,
         limit_val_batches=0,
     )
-    trainer.fit(
-        module,
-        Data(rows_of(setting.negatives), PACKED_LENGTH if packed else None, LENGTH if layout.moe else None, layout.pp),
-    )
+    data = Data(rows, length if form else None, LENGTH if layout.moe else None, parts, hybrid=is_hybrid)
+    trainer.fit(module, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
 
 
@@ -239,7 +266,8 @@ def test_steps_on_every_layout_are_those_of_a_plain_loop_over_the_whole_batch(na
     wrong: dict[str, Any] = {}
     for index, (layout, runs) in enumerate(layouts.items()):
         for number, run in enumerate(runs):
-            found = dict(differences(plain_steps(*run[:2], layout.pp), [rank[index][number] for rank in ranks]))
+            wanted = plain_steps(*run[:2], parts_of(layout, run[2]))
+            found = dict(differences(wanted, [rank[index][number] for rank in ranks]))
             if found:
                 wrong[f"{layout.id} {run}"] = found
     assert wrong == {}

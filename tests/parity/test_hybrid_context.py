@@ -6,15 +6,28 @@ of ``test_packing.py``: each document by itself, without padding, through a bare
 """
 
 import functools
+import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreStrategy, OnlinePacker
+from lightning_mcore import (
+    MCoreGPT,
+    MCorePreference,
+    MCorePreferenceData,
+    MCoreReranker,
+    MCoreRerankingData,
+    MCoreStrategy,
+    OnlinePacker,
+    Preference,
+    Reranker,
+)
 from lightning_mcore.data.packing.rows import build_parts, build_row, collate_rows
 from lightning_mcore.layers import core_attention
 from tests.parity.bare_loop import Trace
@@ -32,6 +45,7 @@ from tests.parity.packed import (
 from tests.parity.test_options import LATENT
 from tests.parity.test_packing import assert_trained_alike
 from tests.support import toy
+from tests.support.chats import characters, write
 from tests.support.layouts import Layout
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
@@ -98,12 +112,17 @@ class HybridGPT(PackedGPT):
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
 
+def counting_exchanges() -> Any:
+    """Count how often attention exchanges keys and values."""
+    return mock.patch.object(core_attention, "over_whole_sequences", wraps=core_attention.over_whole_sequences)
+
+
 def train(
     layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...], is_streamed: bool = False
 ) -> tuple[dict[Mean, Trace], int]:
     """Train for one step with each meaning of the loss; also return how often attention exchanged keys and values."""
     traces: dict[Mean, Trace] = {}
-    with mock.patch.object(core_attention, "over_whole_sequences", wraps=core_attention.over_whole_sequences) as calls:
+    with counting_exchanges() as calls:
         for mean in means:
             module = HybridGPT(layout, replace(recipe, token_weighted=mean != "microbatches"), rows, mean)
             module.is_streamed = is_streamed
@@ -159,6 +178,46 @@ def _compare(layout: Layout, recipe: Recipe) -> None:
     for mean in MEANS:
         traces = [found[mean] for found, _ in ranks]
         assert_trained_alike(traces, reference[mean], layout, built(rows, layout.cp), mean)
+
+
+def evaluated(layout: Layout, folder: str, hybrid: bool) -> dict[str, float]:
+    """Return the validation losses of pairs of answers and of queries with documents, packed if ``hybrid``."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    strategy: dict[str, Any] = dict(layout.strategy_arguments)
+    if hybrid:
+        strategy |= {"hybrid_context_parallel": True, "micro_batch_size": 1}
+    losses = {}
+    ranking = Reranker("ranknet", documents=2, template="{query}:{document}.")
+    for name, module, data in (
+        ("pairs", MCorePreference(260, 64, sizes, preference=Preference("simpo")), MCorePreferenceData),
+        ("queries", MCoreReranker(260, 64, sizes, reranker=ranking), MCoreRerankingData),
+    ):
+        file = f"{folder}/{name}.jsonl"
+        pl.seed_everything(3, verbose=False)
+        given = data(file, characters(pad_token="<|pad|>"), 64, validation_files=file, packing=hybrid, cache_dir=folder)
+        with mock.patch.object(
+            core_attention, "over_whole_sequences", wraps=core_attention.over_whole_sequences
+        ) as calls:
+            [found] = toy.make_trainer(strategy).validate(module, datamodule=given, verbose=False)
+        rows = given.statistics["validation"].rows
+        assert not hybrid or 0 < calls.call_count < 2 * rows, "both kinds of rows"
+        losses[name] = found["val_loss"]
+    return losses
+
+
+def test_packed_pairs_and_queries_have_the_losses_that_they_have_one_by_one(tmp_path: Path) -> None:
+    draw = random.Random(1)
+
+    def text(longest: int) -> str:
+        return "".join(draw.choices("abcdefgh", k=draw.randint(2, longest)))
+
+    longest = [9] * 30 + [22] * 4
+    write(tmp_path / "pairs.jsonl", [{"prompt": text(5), "chosen": text(n), "rejected": text(n)} for n in longest])
+    queries = [{"query": text(5), "documents": [text(n), text(n)], "labels": [1, 0]} for n in longest]
+    write(tmp_path / "queries.jsonl", queries)
+    [wanted] = run_ranks(1, evaluated, Layout(), str(tmp_path), False, timeout=120)
+    for found in run_ranks(2, evaluated, Layout(cp=2), str(tmp_path), True, timeout=120):
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
 AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference, Recipe, SaveHFModel
 from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.rows import build_parts
 from lightning_mcore.data.preference.pairs import (
     Pair,
     PairDataset,
@@ -52,6 +53,7 @@ pytestmark = [
 LENGTH = 48
 MULTIPLE = 4  # what cp2 asks of a sequence
 ROWS = ((0, 1, 2), (3,))  # the pairs in packed rows
+IN_PARTS = (((0,), (2, 1)), ((3,),))  # in the parts of a row whose pairs are whole on two ranks, and of one for both
 LOSS = 1e-5
 
 CASES = {
@@ -68,9 +70,11 @@ FIRST = {Preference(): math.log(2), Preference("ipo"): 1 / (4 * 0.1**2)}
 """Losses of a model that is its own reference."""
 DESIRABLE = (True, False, False, True)
 
-Run = tuple[str, str, bool]  # a case, a family, and whether rows are packed
+Form = bool | Literal["hybrid"]  # whether rows are packed, perhaps with hybrid_context_parallel
+Run = tuple[str, str, Form]  # a case, a family, and the form of the rows
 SCORED: tuple[Run, ...] = (("reward", "qwen2, scores", False), ("reward", "qwen2, scores", True))
 DENSE: tuple[Run, ...] = (("dpo", "qwen2", False), ("dpo", "qwen2", True))
+HYBRID: tuple[Run, ...] = (("dpo", "qwen2", "hybrid"), ("reward", "qwen2, scores", "hybrid"))
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
     "1": {
         Layout(): (
@@ -83,7 +87,7 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
     "2": {
         Layout(tp=2, sp=True): (*DENSE, *SCORED),
         Layout(pp=2): (*DENSE, ("kto", "qwen2", False), SCORED[0]),
-        Layout(cp=2): (*DENSE, ("ipo", "qwen2", True), ("kto", "qwen2", False), *SCORED),
+        Layout(cp=2): (*DENSE, ("ipo", "qwen2", True), ("kto", "qwen2", False), *SCORED, *HYBRID),
         Layout(dp=2, distributed_optimizer=True): (*DENSE, ("kto", "qwen2", True), SCORED[1]),
         Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", False), ("dpo", "qwen2_moe", True)),
     },
@@ -93,9 +97,13 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         Layout(dp=2): (*DENSE, ("kto", "qwen2", False), ("kto", "qwen2", True), ("robust", "qwen2", False)),
     },
     "4": {
-        Layout(tp=2, cp=2, sp=True): (*DENSE[1:], ("kto", "qwen2", False), ("orpo", "qwen2", True), SCORED[1]),
+        Layout(tp=2, cp=2, sp=True): (*DENSE[1:], ("kto", "qwen2", False), ("orpo", "qwen2", True), SCORED[1], *HYBRID),
+        Layout(pp=2, cp=2): (*DENSE[1:], *HYBRID),
         Layout(tp=2, pp=2, sp=True): (*DENSE[:1], ("kto", "qwen2", True), ("orpo", "qwen2", True), SCORED[1]),
-        Layout(dp=2, cp=2): (*DENSE[1:], ("kto", "qwen2", True), ("orpo", "qwen2", False), SCORED[0]),
+        Layout(dp=2, cp=2): (
+            *(*DENSE[1:], ("kto", "qwen2", True), ("orpo", "qwen2", False), SCORED[0]),
+            *(*HYBRID, ("kto", "qwen2", "hybrid")),
+        ),
     },
 }
 
@@ -283,7 +291,7 @@ def of_kto(setting: Preference, tokens: Tensor, reference: Tensor, lengths: Tens
 class Data(pl.LightningDataModule):
     """The pairs in one global batch, packed or padded (to ``length``, or to the longest answer)."""
 
-    def __init__(self, folder: str, packed: bool, case: str = "dpo", length: int | None = None) -> None:
+    def __init__(self, folder: str, packed: Form, case: str = "dpo", length: int | None = None) -> None:
         super().__init__()
         self.batches = 1
         given = pairs() if case != "reward" else [with_last_token(pair) for pair in pairs()]
@@ -298,7 +306,8 @@ class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         rank, ranks = data_parallel_place(self.trainer)
         if self._packed:
-            rows = ROWS[rank::ranks] if ranks > 1 else ROWS
+            rows: Any = IN_PARTS if self._packed == "hybrid" else ROWS
+            rows = rows[rank::ranks] if ranks > 1 else rows
             return DataLoader([rows], batch_size=None, collate_fn=self._pack)  # type: ignore[arg-type]
         mine = list(range(len(pairs())))[rank::ranks]
         batches = [mine, mine[::-1], mine[:1]][: self.batches]
@@ -310,7 +319,10 @@ class Data(pl.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         return self.train_dataloader()
 
-    def _pack(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def _pack(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        if self._packed == "hybrid":
+            wide = [[self.source.take(part) for part in row] for row in rows]
+            return collate_pair_rows([build_parts(build_pair_row, row, LENGTH + 24, MULTIPLE, 2) for row in wide])
         return collate_pair_rows([build_pair_row(self.source.take(row), LENGTH + 24, MULTIPLE) for row in rows])
 
     def _pad(self, chosen: Sequence[int]) -> dict[str, Tensor]:
@@ -357,7 +369,10 @@ def _train(layout: Layout, run: Run, folder: str, other: str, cache: str) -> See
     if setting.needs_reference:
         setting = dataclasses.replace(setting, reference=other)
     module = Watched.from_pretrained(folder, seq_length=LENGTH, preference=setting)
-    in_parts = {} if layout.dp > 1 or case in ("kto", "robust") else {"micro_batch_size": 1 if packed else 2}
+    in_parts: dict[str, Any] = (
+        {} if layout.dp > 1 or case in ("kto", "robust") else {"micro_batch_size": 1 if packed else 2}
+    )
+    in_parts |= {"hybrid_context_parallel": packed == "hybrid"}
     trainer = make_trainer(
         MCoreStrategy(**layout.strategy_arguments | in_parts),
         max_steps=1,

@@ -26,16 +26,16 @@ from lightning_mcore.interop.export import export_checkpoint
 from tests.parity.hf_training import on_disk
 from tests.parity.test_embedding import (
     ADAM,
-    LENGTH,
     LOSS,
     MULTIPLE,
     QUERIES,
     STEPS,
-    Data,
+    Form,
     Seen,
     Wanted,
     Watching,
     differences,
+    train_steps,
     words,
 )
 from tests.support.chats import END, characters, write
@@ -57,15 +57,16 @@ CASES = {
     "yes": Reranker(documents=3, tokens=[YES]),
 }
 
-Run = tuple[str, str, bool]  # a case, a family, and whether rows are packed
+Run = tuple[str, str, Form]  # a case, a family, and the form of the rows
 BOTH: tuple[Run, ...] = (("softmax", "qwen2", False), ("yes or no", "qwen2", True))  # tied
 OTHER: tuple[Run, ...] = (("ranknet", "llama", True), ("yes", "llama", False))
+HYBRID: tuple[Run, ...] = (("yes or no", "qwen2", "hybrid"), ("ranknet", "llama", "hybrid"))
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
     "1": {Layout(): (*BOTH, *OTHER, ("yes or no", "gemma2", True), ("yes", "granite", True))},
     "2": {
         Layout(tp=2, sp=True): (*BOTH, *OTHER, ("yes or no", "gemma2", True)),
         Layout(pp=2): BOTH,
-        Layout(cp=2): (*BOTH, *OTHER),
+        Layout(cp=2): (*BOTH, *OTHER, *HYBRID),
         Layout(dp=2, distributed_optimizer=True): (*BOTH, *OTHER),
     },
     "2 more": {
@@ -75,9 +76,10 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         Layout(moe=True, dp=2, ep=2): (("softmax", "qwen2_moe", False), ("yes or no", "qwen2_moe", True)),
     },
     "4": {
-        Layout(tp=2, cp=2, sp=True): (*BOTH, *OTHER),
+        Layout(tp=2, cp=2, sp=True): (*BOTH, *OTHER, *HYBRID),
+        Layout(pp=2, cp=2): HYBRID,
         Layout(tp=2, pp=2, sp=True): BOTH,
-        Layout(dp=2, cp=2): (*BOTH, *OTHER),
+        Layout(dp=2, cp=2): (*BOTH, *OTHER, *HYBRID),
         Layout(dp=2, pp=2, distributed_optimizer=True): (BOTH[0], OTHER[1]),
     },
 }
@@ -193,19 +195,9 @@ def train(layouts: dict[Layout, tuple[Run, ...]], folders: dict[tuple[str, str],
 
 
 def _train(layout: Layout, run: Run, folder: str) -> Seen:
-    case, _, packed = run
+    case, _, form = run
     module = Watched.from_pretrained(folder, seq_length=PACKED_LENGTH, reranker=CASES[case])
-    trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments),
-        max_steps=STEPS,
-        accumulate_grad_batches=layout.pp,
-        use_distributed_sampler=False,
-        limit_val_batches=0,
-    )
-    trainer.fit(
-        module, Data(rows_of(case), PACKED_LENGTH if packed else None, LENGTH if layout.moe else None, layout.pp)
-    )
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
+    return train_steps(module, layout, form, rows_of(case), PACKED_LENGTH)
 
 
 @pytest.mark.parametrize("name", thorough_but(LAYOUTS, "1", "2"))

@@ -11,6 +11,8 @@ import torch
 from lightning_mcore import OnlinePacker, pack
 from lightning_mcore.data.packing.best_fit import PackingStatistics, TokenSample
 from lightning_mcore.data.packing.rows import PackedDataset, PackingMultiples, collate_rows, costs_of_rows
+from lightning_mcore.data.preference.datamodule import PackedPairs
+from lightning_mcore.data.preference.pairs import Pair
 from lightning_mcore.layers.inputs import ModelInputs, split_packed_batch
 from tests.support.sentences import refuses
 
@@ -81,6 +83,33 @@ def test_every_sample_is_in_one_row_and_short_ones_stay_whole_in_rows_without_a_
     if statistics is not None:
         assert (statistics.rows, statistics.tokens) == (len(rows), sum(lengths))
         assert statistics.tokens + statistics.padding == len(rows) * ROW
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_the_sequences_of_a_pair_stay_together_on_a_rank_or_in_a_row_that_is_split(parts: int) -> None:
+    each, part = np.random.default_rng(5).integers(1, 14, (60, 2)), ROW // parts
+    each[:4] += 12
+    pairs = [
+        Pair(*(TokenSample(np.full(size + 1, n), np.ones(size + 1, bool), n) for size in each[n])) for n in range(60)
+    ]
+    stub = SimpleNamespace(each=each, take=lambda found: [pairs[n] for n in found], statistics=PackingStatistics())
+    rows = PackedPairs(stub, ROW, PackingMultiples(2 * parts, 2 * parts, parts))
+    found: list[int] = []
+    kinds = set()
+    for row in (rows[index] for index in range(len(rows))):
+        ids, starts = row["sample_ids"].tolist(), row["cu_seqlens_padded"].tolist()
+        assert ids[::2] == ids[1::2]
+        assert row["cu_seqlens"].diff().tolist() == each[ids[::2]].flatten().tolist()
+        found += ids[::2]
+        is_padded = not any(start % (2 * parts) for start in starts)  # so that it may be split
+        kinds.add(is_padded)
+        for place, number in enumerate(ids):
+            end = starts[place] + each[number, place % 2]
+            first = starts[place // 2 * 2]
+            assert is_padded or (set(range(0, ROW, part)) <= set(starts) and first // part == (end - 1) // part)
+    assert sorted(found) == list(range(60))
+    assert kinds == {True, False}
+    assert stub.statistics.tokens + stub.statistics.padding == len(rows) * ROW
 
 
 @pytest.mark.parametrize("parts", [2, 4])
