@@ -309,7 +309,7 @@ def check_in_megatron(
     book.attempt(check_chunked_loss, chunk_size, config.defer_embedding_wgrad_compute)
     book.attempt(check_multi_token, config, bool(tied), positions == "learned_absolute")
     if rules.layout is not None and rules.layout.hybrid_context_parallel:
-        book.attempt(check_hybrid, config)
+        book.attempt(check_hybrid, config, "MCoreVisionGPT" if "vision" in model else None)
     book.attempt(model_rules.check_normalization, settings["loss_normalization"], config)
     book.attempt(model_rules.check_average_in_collective, rules.resolved("average_in_collective"), config)
     if device_type == "cpu" and not HAVE_TE:
@@ -455,6 +455,9 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
         fields = book.attempt(with_images, fields, settings.image_tokens, batch.seq_length) or fields
     if fields is not None:
         book.collect(faults_of_pairs(settings, model, batch))
+    if _is_hybrid(settings, rules):
+        sizes = {name: settings.data.get(name) or 1 for name in ("batch_size", "eval_batch_size")}
+        book.collect(strategy_rules.packed_row_faults(rules.strategy.get("micro_batch_size"), sizes))
     is_chosen = model.get("transformer_impl", "auto") == "auto" and backend is None and used == "transformer_engine"
     assumptions = (*settings.notes, *_assumptions(settings, rules, model, fields, is_chosen, fused))
     found = (tuple(book.errors), assumptions, rules, model, fields, batch, used, device_type, devices)
@@ -496,8 +499,16 @@ def _assumptions(
     own = fields.architecture if fields is not None else None
     if own is not None and settings.data.get("packing") and any((own.delta_net, own.kimi_delta, own.mamba)):
         yield f"{SEQUENCES} sequences of equal length in each packed row"
+    if _is_hybrid(settings, rules):
+        yield "all packed rows are split over the context-parallel ranks; rows of short documents take less than that"
     yield from assumptions_of_loss(model)
     yield from assumptions_of_vision(fields)
+
+
+def _is_hybrid(settings: RunSettings, rules: PlannedStrategy) -> bool:
+    """Return whether some packed rows may be split and others not."""
+    is_hybrid = rules.layout is not None and rules.layout.hybrid_context_parallel
+    return is_hybrid and bool(settings.data.get("packing"))
 
 
 def _rows(settings: RunSettings, rules: PlannedStrategy) -> Any:

@@ -33,7 +33,11 @@ _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_al
 
 
 class MadeUpRows(Dataset[dict[str, Tensor]]):
-    """Rows of zeros in the form of the run's data: sequences packed into rows of equal ones, or texts to compare."""
+    """Rows of zeros in the form of the run's data: sequences packed into rows of equal ones, or texts to compare.
+
+    With ``hybrid_context_parallel``, ``shared_by`` so many ranks, most of a packed row is one sequence, so the row is
+    split: attention then gathers its keys, the most memory that a row may need.
+    """
 
     def __init__(
         self,
@@ -43,26 +47,34 @@ class MadeUpRows(Dataset[dict[str, Tensor]]):
         preference: Preference | None = None,
         reference: bool = False,
         embedding: Embedding | Reranker | None = None,
-        sequences: int = 4,
+        shared_by: int = 1,
     ) -> None:
         positions = torch.arange(length)
         self.rows = rows
         self.row = {"tokens": positions * 0, "labels": positions * 0, "lengths": torch.tensor(length)}
-        sequences = sequences if embedding is None else 2 * embedding.texts
+        sequences = 4 if embedding is None else 2 * embedding.texts
+        boundaries = torch.arange(sequences + 1) * length // sequences
+        if shared_by > 1:
+            # Three sequences in a row of 32 for two ranks: 0 24 28 32
+            boundaries = torch.cat(
+                [torch.zeros(1), length - torch.arange(sequences - 1, -1, -1) * 2 * shared_by]
+            ).long()
         if packed:
-            boundaries = torch.arange(sequences + 1) * length // sequences
             self.row |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), boundaries)
-        if embedding is not None:
-            self.row["sample_ids"] = torch.zeros(sequences, dtype=torch.long) if packed else torch.tensor(0)
+        each = (sequences,) if packed else ()
+        if embedding is not None or preference is not None:
+            self.row["sample_ids"] = torch.zeros(each, dtype=torch.long)
         if isinstance(embedding, Reranker):
-            self.row["relevance"] = self.row["sample_ids"].float()
+            self.row["relevance"] = torch.zeros(each)
         if preference is not None:
-            last = (positions < length - 1).float()  # an answer's last token has no label
-            self.row |= {"loss_mask": last, "sample_ids": torch.tensor(0)}
+            # An answer's last token has no label
+            self.row["loss_mask"] = torch.ones(length).index_fill(
+                0, boundaries[1:] - 1 if packed else positions[-1:], 0
+            )
             if preference.kind.reads == "examples":
-                self.row["desirable"] = torch.tensor(True)
+                self.row["desirable"] = torch.ones(each, dtype=torch.bool)
             if reference:
-                self.row["reference_logps"] = torch.tensor(0.0, dtype=torch.float64)
+                self.row["reference_logps"] = torch.zeros(each, dtype=torch.float64)
 
     def __len__(self) -> int:
         return self.rows
@@ -172,9 +184,9 @@ def _build(
     if "reranker" in model:
         embedding = Reranker.of(model["reranker"])
     packed = bool(settings.data.get("packing"))
-    # A row of one sequence is split, and attention then gathers its keys: the most memory that a row may need.
-    sequences = 1 if trainer.strategy.layout.hybrid_context_parallel else 4  # type: ignore[attr-defined]
-    data = MadeUpRows(rows * accumulated * STEPS, length, packed, preference, in_data, embedding, sequences)
+    layout = trainer.strategy.layout  # type: ignore[attr-defined]
+    shared_by = layout.context_parallel_size if layout.hybrid_context_parallel else 1
+    data = MadeUpRows(rows * accumulated * STEPS, length, packed, preference, in_data, embedding, shared_by)
     loader = DataLoader(data, batch_size=rows)
     if setting_of(model) is not None:
         return trainer, _without_weights(MCoreDistillation(**arguments)), (loader, loader)

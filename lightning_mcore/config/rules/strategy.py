@@ -196,6 +196,19 @@ def schedule_faults(given: Mapping[str, Any], ddp: Mapping[str, Any], layout: Pa
         )
 
 
+def packed_row_faults(micro_batch_size: int | None, batch_sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield a sentence for a microbatch of several packed rows, of which hybrid context parallelism may split some.
+
+    ``batch_sizes`` are the rows of DataLoader batches, by the names of their settings.
+    """
+    for name, size in {"micro_batch_size": micro_batch_size or 1, **({} if micro_batch_size else batch_sizes)}.items():
+        if size > 1:
+            yield (
+                f"{name}={size} puts several rows into a microbatch, but with hybrid_context_parallel=True each row is"
+                " split or not; set micro_batch_size=1 in MCoreStrategy"
+            )
+
+
 def tensor_overlap_faults(enabled: bool, config_path: str | None, layout: ParallelLayout) -> Iterator[str]:
     """Yield the missing requirements of ``tp_comm_overlap`` and ``tp_comm_overlap_cfg``."""
     if config_path is not None and not enabled:

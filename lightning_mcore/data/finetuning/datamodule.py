@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_mcore.config.rules import raise_first
+from lightning_mcore.config.rules.strategy import packed_row_faults
 from lightning_mcore.config.value_checks import require_choice, require_flag, require_size
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.finetuning.conversations import Format, LossOn
@@ -356,20 +358,9 @@ class MCoreFinetuningData(pl.LightningDataModule):
         multiples = packing_multiples(self.trainer)
         multiples.check_row(self.seq_length)
         if multiples.parts > 1 and self.packing:
-            self._check_one_row()
+            sizes = {name: getattr(self, name) for name in ("batch_size", "eval_batch_size")}
+            raise_first(packed_row_faults(getattr(self.trainer.strategy, "micro_batch_size", None), sizes))  # type: ignore[union-attr]
         return multiples
-
-    def _check_one_row(self) -> None:
-        """Reject microbatches of several rows, of which one may be split and another not."""
-        assert self.trainer is not None
-        of_strategy = getattr(self.trainer.strategy, "micro_batch_size", None)
-        for name in ("batch_size", "eval_batch_size"):
-            if (of_strategy or getattr(self, name)) > 1:
-                given = f"micro_batch_size={of_strategy}" if of_strategy else f"{name}={getattr(self, name)}"
-                raise ValueError(
-                    f"{given} puts several rows into a microbatch, but with hybrid_context_parallel=True each row is"
-                    " split or not; set micro_batch_size=1 in MCoreStrategy"
-                )
 
     def _model_vocab_size(self) -> int | None:
         size = getattr(self.trainer and self.trainer.lightning_module, "vocab_size", None)

@@ -12,6 +12,8 @@ from lightning_mcore.cli import main
 from lightning_mcore.cli.rehearse import assumed_values
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.vision import Vision
+from lightning_mcore.data.preference.pairs import check_pairs
+from lightning_mcore.layers.packed_sequences import packed_sequences
 from lightning_mcore.rehearsal.settings import MadeUpRows, batch_with_images
 
 RUN: dict[str, Any] = {
@@ -168,4 +170,16 @@ def test_made_up_rows_have_the_form_of_the_data() -> None:
     assert len(MadeUpRows(4, 512, False)) == 4
     assert plain.keys() == {"tokens", "labels", "lengths"}
     assert packed["cu_seqlens"].tolist() == [0, 128, 256, 384, 512]
-    assert packed["loss_mask"].sum() == 511
+    assert packed["loss_mask"].sum() == 508
+
+
+@pytest.mark.parametrize("loss", ["orpo", "kto", "reward"])
+@pytest.mark.parametrize("shared_by", [1, 2, 4])
+def test_made_up_pairs_pass_the_checks_of_batches_and_hybrid_rows_are_split(loss: Any, shared_by: int) -> None:
+    row = MadeUpRows(1, 64, True, Preference(loss), shared_by=shared_by)[0]
+    batch = {name: values[None] for name, values in row.items()}
+    check_pairs(batch, loss)
+    if shared_by > 1:
+        packed = packed_sequences(batch["cu_seqlens"], batch["cu_seqlens_padded"], 64, shared_by, own_part=0)
+        assert packed.boundaries is not None
+        assert not packed.boundaries.is_whole

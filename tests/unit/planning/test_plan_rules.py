@@ -545,3 +545,18 @@ def test_rows_longer_than_the_model_expects_are_an_assumption() -> None:
         plan = make_plan(run_with(data={"seq_length": length}), 4)
         assert plan.errors == ()
         assert (told in plan.assumptions) == wanted
+
+
+def test_short_documents_that_may_stay_whole_are_an_assumption_and_need_rows_one_by_one() -> None:
+    packed, length = {"packing": True, "batch_size": 2, "seq_length": 32}, "all packed rows are split"
+    hybrid = {"context_parallel_size": 2, "hybrid_context_parallel": True, "micro_batch_size": 1}
+    for strategy, data, wanted in (
+        (hybrid, packed, True),
+        (hybrid, {**packed, "packing": False}, False),
+        ({"context_parallel_size": 2}, packed, False),
+    ):
+        plan = make_plan(run_with(strategy=strategy, data=data), 2)
+        assert plan.errors == ()
+        assert any(told.startswith(length) for told in plan.assumptions) == wanted
+    [error] = make_plan(run_with(strategy={**hybrid, "micro_batch_size": None}, data=packed), 2).errors
+    assert error.startswith("batch_size=2 puts several rows into a microbatch")
