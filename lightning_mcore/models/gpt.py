@@ -626,8 +626,9 @@ class MCoreGPT(SpeedLogs):
         """Continue a prompt, one token at a time, with a cache of keys and values.
 
         Collective: every rank calls it with the same arguments while the trainer runs, for example in a callback's
-        ``on_train_end``. Without a trainer, call it on the whole model in ``with single_process():``. Once there are
-        more than ``seq_length`` tokens, each new one runs the whole model over the last ``seq_length``.
+        ``on_train_end``. Without a trainer, call it on the whole model in ``with single_process():``; a model that does
+        not come from ``load_from_checkpoint`` needs ``configure_model()`` first. No token ends the text early. Once
+        there are more than ``seq_length`` tokens, each new one runs the whole model over the last ``seq_length``.
 
         Args:
             prompt: Tokens to continue, at least one.

@@ -434,7 +434,8 @@ class MCoreModule(pl.LightningModule):
         built: Pipeline | None = self.__dict__.get("_built_pipeline")
         if built is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no model to run; build it in configure_model() with self.pipeline(...)"
+                f"{type(self).__name__} has no model to run; without a trainer, call configure_model() first, and in a"
+                " module of your own, let it build the model with self.pipeline(...)"
             )
         return built
 

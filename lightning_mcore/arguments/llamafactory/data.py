@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_mcore.arguments.llamafactory.datasets import Columns, DatasetEntry
 from lightning_mcore.data.finetuning.chat import DocumentEncoder
-from lightning_mcore.data.finetuning.conversations import Message, Row, earlier_exchanges
+from lightning_mcore.data.finetuning.conversations import Message, Row, earlier_exchanges, has_tools
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.files import with_rows
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading
@@ -93,7 +93,7 @@ class FactoryRows:
         TypeError for a value that is not text.
         """
         columns = self._entry.columns
-        if columns.tools is not None and row[columns.tools]:
+        if columns.tools is not None and has_tools(row[columns.tools]):
             raise ValueError(
                 f"{name} calls tools ({columns.tools}), which the templates here cannot write; leave the row out"
             )

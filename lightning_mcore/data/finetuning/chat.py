@@ -116,10 +116,12 @@ class ChatEncoder:
             after = text if turn + 1 == len(messages) else self._render(messages[: turn + 1], name)
             for part, count in ((before, turn), (after, turn + 1)):
                 if not text.startswith(part):
+                    last = "" if self.loss_on == "last_assistant" else "loss_on='last_assistant', "
                     raise ValueError(
                         f"the chat template writes the first {count} of the {len(messages)} messages of {name}"
-                        " differently when more follow, so assistant turns cannot be located; mark them in the"
-                        " template with {% generation %}, or choose loss_on='all'"
+                        f" differently when more follow, so assistant turns cannot be located; choose {last}"
+                        "loss_on='all' or a named template (such as template='qwen3'), or mark the turns in the"
+                        " template with {% generation %}"
                     )
             spans.append((len(before), len(after)))
         return spans

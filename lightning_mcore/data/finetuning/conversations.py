@@ -4,13 +4,15 @@
 Datasets come in four forms, which their columns tell:
 
 * ``prompt_response``: two columns of text, by default ``prompt`` and ``response``;
-* ``alpaca``: ``instruction``, ``output`` and, optionally, ``input``, which follows the instruction after a blank line;
+* ``alpaca``: ``instruction``, ``output`` and, optionally, ``input``, which follows the instruction after a blank line,
+  and ``history``, a list of pairs of texts: earlier instructions and their answers;
 * ``sharegpt``: ``conversations``, a list of ``{"from": "human", "value": "..."}``;
 * ``messages``: ``messages``, a list of ``{"role": "user", "content": "..."}`` as the OpenAI API has them.
 
-A null text counts as empty, and a row without an answer is left out and counted. Other columns, and other fields of a
-message, are ignored. A message that calls tools raises, because its text alone would teach something else. ``chat.py``
-tokenises the messages.
+In all of them a column ``system`` is the system text of rows that have no system message. A null text counts as empty,
+and a row without an answer is left out and counted. Tools, calls, separate thoughts and turns with weight 0 raise,
+because the texts alone would teach something else. Other columns, and other fields of a message, are ignored.
+``chat.py`` tokenises the messages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +28,13 @@ Row = Mapping[str, Any]
 
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | _ROLES
-_TOOL_CALLS = ("tool_calls", "function_call")
+_NOT_TAUGHT = {
+    "tool_calls": "write the call into its text, or remove the row",
+    "function_call": "write the call into its text, or remove the row",
+    "reasoning_content": "write the thought into its text as the chat template does, or remove the field",
+    "thinking": "write the thought into its text as the chat template does, or remove the field",
+}
+_NO_TOOLS = ("", "[]", "{}", "null")
 
 
 class ConversationReader:
@@ -80,23 +88,42 @@ class ConversationReader:
     def messages(self, row: Row, name: str) -> list[Message]:
         """Return the messages of a row, each with ``role`` (system, user, assistant or tool) and ``content``.
 
-        Errors call the row ``name``. Raises ValueError for a missing column, an unknown role or a tool call, TypeError
-        for a value that should be text.
+        Errors call the row ``name``. Raises ValueError for a missing column, an unknown role, tools, or a field that
+        would be lost, TypeError for a value that should be text.
         """
         missing = [column for column in self.needed if column not in row]
         if missing:
             raise ValueError(
                 f"{name} has the columns {_listed(row)} but not {_listed(missing)}; use the same columns in all rows"
             )
+        if has_tools(row.get("tools")):
+            raise ValueError(
+                f"{name} has 'tools', which is not supported; write the tools and their calls into its texts, or remove"
+                " the row"
+            )
+        turns = self._turns(row, name)
+        system = _text(row.get("system"), "system", name)
+        if not system or not turns or turns[0]["role"] == "system":
+            return turns
+        return [{"role": "system", "content": system}, *turns]
+
+    def _turns(self, row: Row, name: str) -> list[Message]:
+        """Return the messages of a row without the text in its column ``system``."""
         if self.format == "prompt_response":
             prompt, response = (_text(row[key], key, name) for key in (self.prompt_column, self.response_column))
             return _exchange(prompt, response)
         if self.format == "alpaca":
             instruction, more, output = (_text(row.get(key), key, name) for key in ("instruction", "input", "output"))
-            return _exchange(f"{instruction}\n\n{more}" if more else instruction, output)
+            last = _exchange(f"{instruction}\n\n{more}" if more else instruction, output)
+            return [*earlier_exchanges(row.get("history"), "history", name), *last]
         if self.format == "sharegpt":
             return _conversation(row["conversations"], "from", "value", _SHAREGPT_ROLES, name)
         return _conversation(row["messages"], "role", "content", _ROLES, name)
+
+
+def has_tools(value: Any) -> bool:
+    """Return whether a value lists tools; it may also be the text of a list in JSON."""
+    return bool(value) and not (isinstance(value, str) and value.strip() in _NO_TOOLS)
 
 
 def require_tokenizer(tokenizer: Any) -> None:
@@ -162,12 +189,16 @@ def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, 
             )
         if turn[role_key] not in roles:
             raise ValueError(f"{place} has the role {turn[role_key]!r}; choose {choices(map(repr, roles))}")
-        calls = [key for key in _TOOL_CALLS if turn.get(key)]
-        if calls:
+        role = roles[turn[role_key]]
+        lost = [key for key in _NOT_TAUGHT if turn.get(key)]
+        if lost:
+            raise ValueError(f"{place} has {lost[0]!r}, which is not supported; {_NOT_TAUGHT[lost[0]]}")
+        if role == "assistant" and turn.get("weight") == 0:
             raise ValueError(
-                f"{place} has {calls[0]!r}, which is not supported; write the call into its text, or remove the row"
+                f"{place} has weight 0, and turns cannot be left out one by one; choose loss_on='last_assistant' and"
+                " remove the field, or split the conversation"
             )
-        messages.append({"role": roles[turn[role_key]], "content": _text(turn[text_key], text_key, place)})
+        messages.append({"role": role, "content": _text(turn[text_key], text_key, place)})
     return messages
 
 

@@ -7,9 +7,11 @@ The columns tell the form of a row:
   the prompt is what both answers begin with.
 * ``prompt``, ``completion``, ``label``: one answer, and whether it is desirable (KTO); texts or messages.
 * ``conversations``, ``chosen``, ``rejected``: ShareGPT's form; the answers are messages with ``from`` and ``value``.
-* ``instruction``, ``input``, ``chosen``, ``rejected``: Alpaca's form, with texts; optionally ``system``, a text, and
-  ``history``, a list of pairs of texts: earlier prompts and their answers.
+* ``instruction``, ``input``, ``chosen``, ``rejected``: Alpaca's form, with texts; optionally ``history``, a list of
+  pairs of texts: earlier prompts and their answers.
 * ``conversations`` or ``instruction``, ``input`` and ``output``, with ``kto_tag``: the same forms for KTO.
+
+``system`` is the system text of a row that has no system message.
 
 ``arguments/llamafactory`` reads forms whose columns a ``dataset_info.json`` names. :class:`PairReading` tokenises rows
 in the pipeline of ``finetuning/tokenized.py``; only the answers are learnt.
@@ -23,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mcore.data.finetuning.chat import kept_lengths
-from lightning_mcore.data.finetuning.conversations import ConversationReader, Message, Row, earlier_exchanges
+from lightning_mcore.data.finetuning.conversations import ConversationReader, Message, Row
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, columns_of
 from lightning_mcore.data.packing.best_fit import TokenSample
 
@@ -119,19 +121,18 @@ class PreferenceReader:
     def _answered(self, row: Row, answer: str | None, name: str) -> list[Message]:
         """Return the conversation that ends with one of the answers."""
         if self._kind == "alpaca":
-            last = self._single.messages(row if answer is None else {**row, "output": row[answer]}, name)
-            return [*_system(row, name), *earlier_exchanges(row.get("history"), "history", name), *last]
+            return self._single.messages(row if answer is None else {**row, "output": row[answer]}, name)
         if answer is None:
             return self._single.messages(row, name)
         if self._kind == "sharegpt":
             turns = [*_turns(row, "conversations", "", name), *_turns(row, answer, "", name)]
-            return self._single.messages({"conversations": turns}, name)
+            return self._single.messages({**row, "conversations": turns}, name)
         if not self._has_prompt and isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
             # "Q: 2+2? A: 4" and "Q: 2+2? A: 5" share "Q: 2+2? A:", so the answers are " 4" and " 5".
             prompt = _shared_beginning(row["chosen"], row["rejected"])
-            row = {"prompt": prompt, answer: row[answer][len(prompt) :]}
+            row = {**row, "prompt": prompt, answer: row[answer][len(prompt) :]}
         turns = _turns(row, "prompt", "user", name) if "prompt" in row else []
-        return self._single.messages({"messages": [*turns, *_turns(row, answer, "assistant", name)]}, name)
+        return self._single.messages({**row, "messages": [*turns, *_turns(row, answer, "assistant", name)]}, name)
 
 
 def _turns(row: Row, column: str, role: str, name: str) -> list[Any]:
@@ -144,14 +145,6 @@ def _turns(row: Row, column: str, role: str, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"{column!r} of {name} is of type {type(value).__name__}; give text, or a list of messages")
     return value
-
-
-def _system(row: Row, name: str) -> list[Message]:
-    """Return the system message of a row in Alpaca's form, if it has one."""
-    text = row.get("system")
-    if text is not None and not isinstance(text, str):
-        raise TypeError(f"'system' of {name} is of type {type(text).__name__}; give text")
-    return [{"role": "system", "content": text}] if text else []
 
 
 def _shared_beginning(first: str, second: str) -> str:

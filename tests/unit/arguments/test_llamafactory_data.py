@@ -37,6 +37,11 @@ def test_an_alpaca_row_joins_its_instruction_by_a_line(tmp_path: Path) -> None:
     assert messages(tmp_path, {**ALPACA, "input": None, "output": None}) == [("user", "Add."), ("assistant", "")]
 
 
+def test_an_empty_list_of_tools_is_none(tmp_path: Path) -> None:
+    columns = {"prompt": "instruction", "query": "input", "response": "output", "tools": "t"}
+    assert messages(tmp_path, {**ALPACA, "t": "[]"}, columns=columns) == messages(tmp_path, ALPACA)
+
+
 def test_columns_have_the_names_of_dataset_info(tmp_path: Path) -> None:
     row = {"q": "Hi", "a": "Ho", "s": "Be brief.", "h": [["old", "older"]], "input": "is not named"}
     columns = {"prompt": "q", "response": "a", "system": "s", "history": "h"}

@@ -9,6 +9,8 @@ from lightning_mcore.data.finetuning.conversations import ConversationReader
 from tests.support.sentences import refuses
 
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SYSTEM = {"role": "system", "content": "Be kind"}
+EARLIER = [("user", "1?"), ("assistant", "One"), ("user", "2?"), ("assistant", "Two")]
 ROWS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
     "prompt_response": ({"prompt": "Hi", "response": "Hello", "extra": 3}, HELLO),
     "alpaca": ({"instruction": "Hi", "output": "Hello"}, HELLO),
@@ -17,6 +19,18 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
         [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
     ),
     "alpaca-empty-input": ({"instruction": "Hi", "input": "", "output": "Hello"}, HELLO),
+    "alpaca-history": (
+        {"instruction": "Hi", "output": "Hello", "system": "Be kind", "history": [["1?", "One"], ["2?", "Two"]]},
+        [SYSTEM, *({"role": role, "content": text} for role, text in EARLIER), *HELLO],
+    ),
+    "alpaca-no-history": ({"instruction": "Hi", "output": "Hello", "system": None, "history": None}, HELLO),
+    "prompt_response-system": ({"prompt": "Hi", "response": "Hello", "system": "Be kind"}, [SYSTEM, *HELLO]),
+    "messages-system": ({"messages": HELLO, "system": "Be kind", "tools": "[]"}, [SYSTEM, *HELLO]),
+    "messages-own-system": ({"messages": [SYSTEM, *HELLO], "system": "Be rude", "tools": None}, [SYSTEM, *HELLO]),
+    "sharegpt-system-column": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "system": "Be kind"},
+        [SYSTEM, *HELLO],
+    ),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 1}]},
         HELLO,
@@ -76,6 +90,15 @@ def test_columns_that_fit_no_form_are_named(columns: list[str], format: Any, abo
             ValueError,
             "message 0 of row 7 has 'tool_calls'",
         ),
+        ({"messages": HELLO, "tools": [{"name": "f"}]}, ValueError, "row 7 has 'tools', which is not supported"),
+        (
+            {"messages": [HELLO[0], {**HELLO[1], "reasoning_content": "A greeting"}]},
+            ValueError,
+            "message 1 of row 7 has 'reasoning_content'",
+        ),
+        ({"messages": [HELLO[0], {**HELLO[1], "weight": 0}]}, ValueError, "message 1 of row 7 has weight 0"),
+        ({"instruction": "Hi", "output": "Hello", "history": "1?"}, TypeError, "'history' of row 7 is of type str"),
+        ({"prompt": "Hi", "response": "Hello", "system": 3}, TypeError, "'system' of row 7 is of type int"),
         ({"messages": "Hi"}, TypeError, "row 7 has no list of messages"),
         ({"prompt": 3, "response": "Hello"}, TypeError, "'prompt' of row 7 is of type int"),
         (

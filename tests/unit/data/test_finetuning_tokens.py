@@ -110,7 +110,12 @@ def test_without_a_template_a_response_follows_its_prompt_and_ends() -> None:
 @pytest.mark.parametrize(
     ("template", "talk", "about"),
     [
-        (FORGETS, TALK, "the first 3 of the 5 messages of row 5 differently when more follow"),
+        (
+            FORGETS,
+            TALK,
+            "the first 3 of the 5 messages of row 5 differently when more follow, so assistant turns cannot be located;"
+            " choose loss_on='last_assistant'",
+        ),
         (APPENDING, TALK[2:], "row 5 begins with an assistant turn"),
         (MARKS_NOTHING, TALK, "the chat template marks 0 parts of row 5, which has 2 assistant turns"),
         ("{{ raise_exception('roles must alternate') }}", TALK, "rejects row 5: roles must alternate"),

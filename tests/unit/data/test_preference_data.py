@@ -52,6 +52,13 @@ def test_rows_of_all_forms_are_the_same_pair() -> None:
         assert PreferenceReader(row).messages(both, "row 0") == ([USER], "yes", "yes", True)
 
 
+def test_rows_of_all_forms_have_a_system_text() -> None:
+    for row in [*ROWS, *TAGGED]:
+        told = row | {"system": "Be brief."}
+        found = PreferenceReader(told).messages(told | {PARTNER + name: value for name, value in told.items()}, "row 0")
+        assert found.prompt == [{"role": "system", "content": "Be brief."}, USER]
+
+
 def test_rows_of_alpaca_have_a_system_text_and_earlier_exchanges() -> None:
     before = {"system": "Be brief.", "history": [["One?", "1"], ["Two?", "2"]]}
     system = {"role": "system", "content": "Be brief."}

@@ -179,5 +179,5 @@ def test_sequences_without_learned_positions_are_refused() -> None:
 
 
 def test_a_forward_step_without_a_model_says_where_to_build_it() -> None:
-    with refuses(RuntimeError, "has no model to run; build it in"):
+    with refuses(RuntimeError, "has no model to run; without a trainer, call configure_model"):
         MCoreModule().forward_step({"tokens": torch.zeros(1, 2), "labels": torch.zeros(1, 2)})
