@@ -18,6 +18,7 @@ import io
 import json
 import math
 import pickle
+import struct
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of every torch_dist checkpo
 DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, the rest is not taken for a checkpoint
 # Unpickling can run anything, so only these classes are accepted in .metadata, and objects in common.pt become inert.
 # Source: torch.distributed.checkpoint.filesystem.FileSystemWriter.finish, torch 2.6 to 2.13.
+_NUMBERS = {"FloatStorage": "<f", "DoubleStorage": "<d", "IntStorage": "<i", "LongStorage": "<q"}
 _PLAIN = (bool, int, float, str, type(None))
 _SECTIONS = ("model", "contents", "layout", "versions", "tensors")
 _TORCH_CHECKPOINT = "torch.distributed.checkpoint"
@@ -326,11 +328,13 @@ def read_metadata(path: str, content: bytes) -> "Metadata":
 
 
 def read_common(content: bytes) -> dict[str, Any]:
-    """Return the plain values in ``common.pt`` (Megatron-LM's arguments); an empty dict if it cannot be read."""
+    """Return the plain values in ``common.pt`` (Megatron-LM's arguments); an empty dict if it cannot be read.
+
+    A tensor of one element becomes a number.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            found = _InertUnpickler(io.BytesIO(archive.read(name))).load()
+            found = _InertUnpickler(archive).load()
     except Exception:  # a damaged pickle can raise anything, and these values are optional
         return {}
     found = found[0] if isinstance(found, list) and found else found  # of megatron-core 0.19
@@ -395,8 +399,24 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        super().__init__(io.BytesIO(archive.read(self._name)))
+
     def find_class(self, module: str, name: str) -> Any:
-        return dict if (module, name) == ("collections", "OrderedDict") else _Inert
+        if module == "torch" and name in _NUMBERS:
+            return name
+        found = {("collections", "OrderedDict"): dict, ("torch._utils", "_rebuild_tensor_v2"): _content_of_storage}
+        return found.get((module, name), _Inert)
 
     def persistent_load(self, pid: Any) -> Any:
-        return None  # the bytes of a tensor
+        """Return the number in the storage of a tensor; None if there are more."""
+        _, kind, key, _, count = pid
+        if count != 1 or kind not in _NUMBERS:
+            return None
+        return struct.unpack(_NUMBERS[kind], self._archive.read(self._name.removesuffix("data.pkl") + f"data/{key}"))[0]
+
+
+def _content_of_storage(storage: Any, *_: Any) -> Any:
+    return storage

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read progress and optimizer state from a Megatron-LM, Megatron-Bridge or NeMo 2 checkpoint, to resume from it.
 
-Progress is in ``common.pt``. Megatron-LM writes the iteration, and among the arguments how many samples were read, on
-how many data-parallel ranks and in microbatches of which size. Megatron-Bridge writes no arguments; ``train_state.pt``
-has the number of samples. NeMo writes Lightning's state: the step, and the number of samples in the state of its data
-module. Random states are objects among the tensors, which NeMo does not have.
+Progress and the loss scale are in ``common.pt``. Megatron-LM writes the iteration, and among the arguments how many
+samples were read, on how many data-parallel ranks and in microbatches of which size. Megatron-Bridge writes no
+arguments; ``train_state.pt`` has the number of samples. NeMo writes Lightning's state: the step, and the number of
+samples in the state of its data module. Random states are objects among the tensors, which NeMo does not have.
 
 ``older_formats.py`` describes the tensors, ``strategy/checkpointing.py`` resumes from the rest.
 """
@@ -45,6 +45,7 @@ class MegatronProgress:
     adam_step: int
     schedule_steps: int  # of the learning rate, which waits when a step is skipped
     consumed: int | None  # samples that all ranks together had read; None if the checkpoint does not say
+    loss_scaling: dict[str, Any]  # the state of fp16's ``DynamicGradScaler``; empty in other precisions
     data_parallel_size: int
     micro_batch_size: int  # in samples
     seed: int
@@ -68,9 +69,13 @@ class MegatronProgress:
             # As if one rank had read single samples: a sampler that deals them out only needs their number.
             samples = train_state.get("consumed_train_samples", _samples_of_nemo(common))
             consumed, sizes = None if samples is None else int(samples), [1, 1, 0]
-        step = next((step for step in _steps(common.get("optimizer")) if isinstance(step, int)), iteration)
+        optimizer = common.get("optimizer")
+        counts = (step for name in ("step", "common_step") for step in _values(optimizer, name))
+        step = next((int(step) for step in counts if isinstance(step, int | float)), iteration)
         schedule = _schedule_steps(common.get("opt_param_scheduler"), iteration, consumed)
-        return cls(iteration, step, schedule, consumed, *sizes)  # type: ignore[arg-type]
+        # Experts of several ranks have a scale of their own; the loss is multiplied by the first one.
+        scaling: dict[str, Any] = next(_values(optimizer, "grad_scaler"), {})
+        return cls(iteration, step, schedule, consumed, scaling, *sizes)  # type: ignore[arg-type]
 
     @property
     def batches(self) -> int:
@@ -97,11 +102,11 @@ def _schedule_steps(scheduler: Any, iteration: int, consumed: int | None) -> int
 def random_state(
     read: Callable[[str], Any], objects: Iterable[str], mine: Mapping[str, int], now: RandomState
 ) -> RandomState | str:
-    """Return the random state that Megatron-LM would resume this rank with, or why there is none.
+    """Return the random state with which Megatron-LM would resume this rank, or why there is none.
 
-    ``read`` reads one of the ``objects`` in the checkpoint, ``mine`` has this rank's coordinates and the sizes of the
-    axes, ``now`` is its current state. As in Megatron-LM, the tensor and pipeline parallel sizes must be those of the
-    run that saved; data-parallel ranks have the same states, or with ``--data-parallel-random-init`` a list of them.
+    ``read`` reads one of the ``objects`` in the checkpoint. ``mine`` has this rank's coordinates and the sizes of the
+    axes, and ``now`` is its current state. As in Megatron-LM, the tensor and pipeline parallel sizes must not have
+    changed since the save. Data-parallel ranks share one state, or have one each (``--data-parallel-random-init``).
     """
     saved = [match for match in map(_RANDOM.match, objects) if match]
     tp, pp = (mine[f"{axis}_model_parallel_size"] for axis in ("tensor", "pipeline"))
@@ -128,15 +133,15 @@ def _arrays() -> list[Any]:
     return [*known, numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32))]
 
 
-def _steps(state: Any) -> Iterator[Any]:
-    """Yield each ``step`` in the state of one optimizer or a list of them, at any depth."""
+def _values(state: Any, name: str) -> Iterator[Any]:
+    """Yield each value of this name in the state of one optimizer or a list of them, at any depth."""
     if isinstance(state, list):
         for inner in state:
-            yield from _steps(inner)
-    for name, value in state.items() if isinstance(state, Mapping) else ():
-        if name == "step":
+            yield from _values(inner, name)
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if key == name:
             yield value
-        yield from _steps(value)
+        yield from _values(value, name)
 
 
 def optimizer_class(path: str, names: Iterable[str]) -> str:

@@ -316,6 +316,8 @@ class Checkpoints:
                 numbers=[{"common": {"step": progress.adam_step}, "own": {}}],
             )
             state |= {"loops": loops, "optimizer_states": [], "lr_schedulers": [], _SCHEDULE: progress.schedule_steps}
+            scaling = {**progress.loss_scaling, "num_skipped_steps": [progress.iteration - progress.adam_step]}
+            state[type(self._strategy.precision_plugin).__qualname__] = scaling
 
             def read(mine: Mapping[str, int], now: RandomState) -> RandomState | str:
                 objects = stored.contents.objects

@@ -33,7 +33,7 @@ from lightning_mcore.data.sampling import training_loader
 from tests.distributed.test_checkpoint_of_megatron import start_from_theirs
 from tests.parity import bare_loop
 from tests.parity.bare_loop import Trace
-from tests.parity.lightning_loop import TinyGPT, make_trainer
+from tests.parity.lightning_loop import TinyGPT, make_trainer, precision_of
 from tests.support import tiny
 from tests.support.layouts import Layout
 from tests.support.ranks import RanksFailedError, run_ranks
@@ -60,7 +60,7 @@ def train_theirs(
         if seeds_copies and step == 0:  # --data-parallel-random-init
             bare_loop.seed_as_megatron_lm(1 + 10 * parallel_state.get_data_parallel_rank())
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * rate(step)
+            group["lr"] = recipe.learning_rate * rate(steps_taken(optimizer))
 
     def save(step: int, chunks: list[Any], optimizer: Any) -> None:
         if step + 1 != SAVED:
@@ -77,6 +77,12 @@ def train_theirs(
                 chunk.enable_forward_pre_hook()
 
     return bare_loop.train(layout, recipe, before_step=set_rate, after_step=save)
+
+
+def steps_taken(optimizer: Any) -> int:
+    """Return the number of steps without those that fp16 skipped."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return max((int(state["step"]) for part in parts for state in part.optimizer.state.values()), default=0)
 
 
 def random_states(seeds_copies: bool) -> ShardedObject:
@@ -127,7 +133,10 @@ def save_theirs(
     if dist.get_rank() == 0:
         os.makedirs(path)
     dist.barrier()
-    common = {"iteration": SAVED, "checkpoint_version": 3.0, **({"args": settings} if of == "Megatron-LM" else {})}
+    common: dict[str, Any] = {"iteration": SAVED, "checkpoint_version": 3.0}
+    common["opt_param_scheduler"] = {"num_steps": steps_taken(optimizer) * recipe.global_batch_size}
+    if of == "Megatron-LM":
+        common["args"] = settings
     with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):  # Megatron's starts a program
         dist_checkpointing.save({**state, "optimizer": optimizer_state, **common}, path)
     if of == "Megatron-Bridge" and dist.get_rank() == 0:
@@ -149,12 +158,22 @@ class Ours(TinyGPT):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def trace_of_ours(layout: Layout, recipe: Recipe, path: str) -> Trace:
+    """Go on through Lightning on this rank; return what was logged."""
+    return _resume(layout, recipe, path)[0]
+
+
 def resume_ours(layout: Layout, recipe: Recipe, path: str) -> tuple[list[float], list[float | None], int, int]:
     """Go on through Lightning on this rank; return what was logged, and the first and the last step."""
+    trace, first, last = _resume(layout, recipe, path)
+    return trace.losses, trace.grad_norms, first, last
+
+
+def _resume(layout: Layout, recipe: Recipe, path: str) -> tuple[Trace, int, int]:
     module = Ours(layout, recipe)
     trainer = make_trainer(
         layout.world_size,
-        MCoreStrategy(**layout.strategy_arguments),
+        MCoreStrategy(**layout.strategy_arguments, precision_plugin=precision_of(recipe)),
         recipe.num_microbatches(layout),
         recipe.precision,
         recipe.clip,
@@ -163,7 +182,7 @@ def resume_ours(layout: Layout, recipe: Recipe, path: str) -> tuple[list[float],
     trainer.callbacks.append(first)  # type: ignore[attr-defined]
     trainer.fit(module, ckpt_path=path)
     assert module.trace is not None
-    return module.trace.losses, module.trace.grad_norms, first.step, trainer.global_step
+    return module.trace, first.step, trainer.global_step
 
 
 def resume_and_log(layout: Layout, recipe: Recipe, path: str) -> tuple[Any, list[str]]:
@@ -205,6 +224,31 @@ def test_a_run_of_megatron_goes_on_bit_for_bit(layout: Layout, sharding: str, pr
     theirs = run_ranks(layout.world_size, train_theirs, layout, recipe, path, sharding, timeout=120)
     for bare, ours in zip(theirs, run_ranks(layout.world_size, resume_ours, layout, recipe, path), strict=True):
         assert ours == (bare.losses[SAVED:], bare.grad_norms[SAVED:], SAVED, recipe.steps)
+
+
+FP16 = replace(RECIPE, precision="16-mixed", steps=6)
+SCALED = [
+    # Gradients overflow in the last step before the save and in the first after it: only then the scale falls
+    (Layout(), replace(FP16, initial_loss_scale=1.5 * 2.0**17, loss_scale_window=1), "none"),
+    (
+        Layout(dp=2, distributed_optimizer=True),
+        replace(FP16, initial_loss_scale=2.0**10, loss_scale_window=3),
+        "fully_reshardable",
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "recipe", "sharding"), SCALED, ids=lambda value: getattr(value, "id", ""))
+def test_the_loss_scale_of_a_run_of_megatron_goes_on(
+    layout: Layout, recipe: Recipe, sharding: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "iter_0000002")
+    theirs = run_ranks(layout.world_size, train_theirs, layout, recipe, path, sharding, timeout=120)
+    recipe = replace(recipe, initial_loss_scale=2.0)  # which the checkpoint's scale replaces
+    for bare, ours in zip(theirs, run_ranks(layout.world_size, trace_of_ours, layout, recipe, path), strict=True):
+        assert len(set(bare.loss_scales[SAVED:])) > 1
+        assert ours.loss_scales == bare.loss_scales[SAVED:]
+        assert (ours.losses, ours.grad_norms) == (bare.losses[SAVED:], bare.grad_norms[SAVED:])
 
 
 DROPOUT = replace(RECIPE, options=(("hidden_dropout", 0.2), ("attention_dropout", 0.2)))

@@ -35,7 +35,7 @@ def train(
     module = TinyGPT(layout, recipe, keep_gradients, split_rows)
     micro_batch_size = recipe.micro_batch_size if split_rows else None
     strategy = MCoreStrategy(
-        **layout.strategy_arguments, micro_batch_size=micro_batch_size, precision_plugin=_precision(recipe), **options
+        **layout.strategy_arguments, micro_batch_size=micro_batch_size, precision_plugin=precision_of(recipe), **options
     )
     accumulate = 1 if split_rows else recipe.num_microbatches(layout)
     trainer = make_trainer(layout.world_size, strategy, accumulate, recipe.precision, recipe.clip)
@@ -144,7 +144,8 @@ class TinyGPT(MCoreModule):
             self.trace.loss_scales.append(getattr(self.trainer.optimizers[0], "loss_scale", 1.0))
 
 
-def _precision(recipe: Recipe) -> MCorePrecision | None:
+def precision_of(recipe: Recipe) -> MCorePrecision | None:
+    """Return the precision plugin of a recipe in fp16; None leaves it to ``Trainer(precision=)``."""
     if recipe.precision.startswith("16-"):
         return MCorePrecision(
             recipe.precision,

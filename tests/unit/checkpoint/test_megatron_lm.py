@@ -41,7 +41,8 @@ def test_without_arguments_the_samples_of_megatron_bridge_count() -> None:
     "state",
     [
         {"optimizer": {"param_groups": [{"step": 3, "params": []}]}},
-        {0: {"optimizer": {"param_groups": [{"step": 3}]}}, 1: {}},
+        {0: {"optimizer": {"param_groups": [{"step": 3.0}]}}, 1: {}},
+        {"optimizer": {"param_groups": [{"step": None}], "state": {"common_step": 3.0}}},
     ],
 )
 def test_the_optimizer_counts_its_own_steps(state: dict[Any, Any]) -> None:
