@@ -49,7 +49,6 @@ _TEXTS = {
     "SystemExit": "SystemExit: 3",
     "UnpicklableError": "UnpicklableError",
     "SIGTERM": "SIGTERMException: 143",
-    "SIGINT": "KeyboardInterrupt",
 }
 
 
@@ -93,6 +92,8 @@ class Scenario:
             return rf"rank {rank} ended without an error message"
         if fault == "SIGSTOP":
             return rf"rank {rank} was stopped \(SIGSTOP\)"
+        if fault in ("SIGINT", "KeyboardInterrupt"):
+            return rf"rank {rank} was interrupted"
         text = re.escape(_TEXTS.get(fault, f"{fault}: {SAYING}"))
         return rf"rank {rank} (of 2 )?failed: {text}|{text}(.|\n){{0,60}}\(on rank {rank} of 2\)"
 

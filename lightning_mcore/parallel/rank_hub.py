@@ -68,11 +68,11 @@ class Hub:
             self._send("first_has_left")
         self._judge(run)
 
-    def _on_failed(self, rank: int, run: int, error: str) -> None:
+    def _on_failed(self, rank: int, run: int, how: str) -> None:
         self._states[rank], self._runs[rank] = "failed", run
         # Rank 2 of 4 fails: all hear the cause and have 10 seconds. If the other three raise too, the verdict is that
         # all have failed, and no rank is ended.
-        self._send_cause(run, f"rank {rank} failed: {error}")
+        self._send_cause(run, f"rank {rank} {how}")
         self._judge(run)
 
     def _on_stopped(self, rank: int, run: int, cause: str) -> None:

@@ -34,6 +34,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def end_of_rank(error: BaseException) -> str:
+    """Return what an error did to its rank, in words that follow the rank's name."""
+    return "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {describe(error)}"
+
+
 def without_a_word(rank: int) -> str:
     """Return a sentence about a rank that ended and said nothing."""
     return f"rank {rank} ended without an error message (killed, out of memory, or a crash outside Python)"

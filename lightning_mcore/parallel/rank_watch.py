@@ -53,7 +53,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_mcore.parallel.rank_connections import Connections, Lines, connect, receive, send
 from lightning_mcore.parallel.rank_hub import Hub
 from lightning_mcore.parallel.rank_process import (
-    describe,
+    end_of_rank,
     end_process,
     is_alive,
     is_of_a_connection,
@@ -242,15 +242,16 @@ class _Watch:
                 self._start(is_in=True)
             if is_of_a_connection(error):  # often follows another rank's error
                 self._wait_for_cause()
-            is_first = self._cause is None or self._cause.endswith(describe(error))
+            is_first = self._cause is None or self._cause.endswith(end_of_rank(error))
             error.add_note(f"(on {self._me})" if is_first else f"(on {self._me}, after {self._cause})")
             self._error = error
             self._deadline = time.monotonic() + _LAST_GRACE
-            self._send("failed", self._run, describe(error))
+            self._send("failed", self._run, end_of_rank(error))
             self.end_stopped_neighbour()
             self._wait_for_cause()
-        if is_first and not isinstance(error, Exception):  # such an error prints no traceback
-            say(f"{self._me} failed: {describe(error)}")
+        # Such an error prints no traceback. After Ctrl-C, the strategy says how to continue.
+        if is_first and not isinstance(error, Exception | KeyboardInterrupt):
+            say(f"{self._me} {end_of_rank(error)}")
 
     def _wait_for_cause(self) -> None:
         self._changed.wait_for(lambda: self._cause is not None or self._absent is not None, _CAUSE_TIMEOUT)
