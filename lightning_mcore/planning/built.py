@@ -42,6 +42,7 @@ from lightning_mcore.parallel.groups import is_spread_expert
 from lightning_mcore.planning.model import GPTFields, LayerKind
 
 _OF_THE_RUN = {*KERNELS, *NEEDS_CUDA, *NEEDS_TRANSFORMER_ENGINE, *TORCH_BACKEND_VALUES}
+_OF_THE_RUN |= {"moe_router_padding_for_fp8", "moe_router_padding_for_quantization"}  # Megatron asks for FP8
 _OF_LAYERS = (
     *("num_layers_", "account_for_", "recompute_", "moe_layer_recompute", "distribute_saved"),
     *("no_rope_freq", "window_attn_skip_freq", "window_size"),

@@ -7,14 +7,13 @@ The rest of ``planning`` takes a model as :class:`GPTFields`. Other files check 
 :func:`stage_layers` splits the layers, chunk by chunk: as ``pipeline_model_parallel_layout`` says, or as Megatron does.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from lightning_mcore.config.architecture import Architecture, Mixer, moe_layers, needs_torch_backend
@@ -25,6 +24,7 @@ from lightning_mcore.config.lora import AdaptedModel
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.vision import Vision
+from lightning_mcore.parallel.stage_layers import layers_of_chunks
 from lightning_mcore.planning.signatures import fields_of
 
 FP32 = 4
@@ -234,13 +234,9 @@ class ChunkLayers:
 def stage_layers(fields: GPTFields, layout: ParallelLayout) -> list[list[ChunkLayers]]:
     """Return the chunks of every pipeline rank, indexed by pipeline rank, then by virtual stage."""
     pp, chunks, stages = layout.pipeline_model_parallel_size, layout.num_chunks, layout.pipeline_stages
-    if stages:
-        counts, mtp = [stage.count("t") for stage in stages], [stage.count("m") for stage in stages]
-    else:
-        sizes = tuple(fields.values[name] for name in _OF_SPLIT)
-        counts = _counts(sizes, pp, layout.virtual_pipeline_model_parallel_size)
-        mtp = [0] * (pp * chunks - 1) + [fields.mtp_num_layers]
-    starts, last = [0, *accumulate(counts)], pp * chunks - 1
+    counts, last = layer_counts(fields, layout), pp * chunks - 1
+    mtp = [stage.count("m") for stage in stages] if stages else [0] * last + [fields.mtp_num_layers]
+    starts = [0, *accumulate(counts)]
     places = chunks_of_layers(counts, bool(fields.mtp_num_layers)) if fields.layer_pairs else []
 
     def chunk(stage: int) -> ChunkLayers:
@@ -251,10 +247,12 @@ def stage_layers(fields: GPTFields, layout: ParallelLayout) -> list[list[ChunkLa
     return [[chunk(index * pp + rank) for index in range(chunks)] for rank in range(pp)]
 
 
-def layers_of_chunks(fields: GPTFields, layout: ParallelLayout) -> list[int]:
-    """Return the number of layers of each chunk, in the order of the layers."""
-    stages = stage_layers(fields, layout)
-    return [len(stage[index].layers) for index in range(layout.num_chunks) for stage in stages]
+def layer_counts(fields: GPTFields, layout: ParallelLayout) -> list[int]:
+    """Return what ``layers_of_chunks`` does, from the sizes alone."""
+    if layout.pipeline_stages:
+        return [stage.count("t") for stage in layout.pipeline_stages]
+    sizes = tuple(fields.values[name] for name in _OF_SPLIT)
+    return _counts(sizes, layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size)
 
 
 _OF_SPLIT = (
@@ -265,12 +263,11 @@ _OF_SPLIT = (
 
 @lru_cache(maxsize=1024)
 def _counts(sizes: tuple[Any, ...], pp: int, vp: int | None) -> list[int]:
-    """Return the decoder layers of every virtual stage, in the order of the layers."""
+    """Return what Megatron does with the values of ``_OF_SPLIT`` on ``pp`` stages of ``vp`` chunks."""
     config: Any = SimpleNamespace(
         **dict(zip(_OF_SPLIT, sizes, strict=True)),
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp,
         pipeline_model_parallel_layout=None,
     )
-    chunks: Iterable[int | None] = range(vp) if vp is not None else [None]
-    return [get_num_layers_to_build(config, vp_stage=chunk, pp_rank=rank) for chunk in chunks for rank in range(pp)]
+    return layers_of_chunks(config)

@@ -50,7 +50,7 @@ from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_
 from lightning_mcore.planning.formats import Formats, optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.measured import SEQUENCES
-from lightning_mcore.planning.model import GPTFields, backend_of, layers_of_chunks
+from lightning_mcore.planning.model import GPTFields, backend_of, layer_counts
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_config, of_model
 from lightning_mcore.planning.sizes import OVERLAPS, Sizes
 from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
@@ -61,10 +61,14 @@ from lightning_mcore.te_cpu.load import is_prepared
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_MISSING = re.compile(r"\bTE\b")
+_RELEASE = "transformer-engine>="
+_MISSING = re.compile(rf"\bTE\b|{_RELEASE}")
 """Part of Megatron's message if TransformerEngine is missing or has another version than it needs."""
-_ASK_TRANSFORMER_ENGINE = ("apply_rope_fusion", "fused_single_qkv_rope", "moe_permute_fusion", "use_te_activation_func")
-"""Fields for which Megatron's config looks for TransformerEngine, except those of FP8."""
+_ASK_TRANSFORMER_ENGINE = (
+    *("apply_rope_fusion", "fused_single_qkv_rope", "moe_permute_fusion", "use_te_activation_func"),
+    "moe_router_padding_for_quantization",
+)
+"""Fields for which Megatron's config looks for TransformerEngine or FP8, except those with FP8 in their name."""
 
 
 class RuleBook:
@@ -276,7 +280,7 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
         if fits:
             book.attempt(check_first_stage, fields.teacher, layout, fields.teacher_path)
         if fits and fields.layer_pairs:
-            own, taught = (layers_of_chunks(model, layout) for model in (fields, fields.teacher))
+            own, taught = (layer_counts(model, layout) for model in (fields, fields.teacher))
             recomputes = fields.recompute_granularity == "full"
             book.attempt(check_layer_pairs, fields.layer_pairs, own, taught, bool(fields.mtp_num_layers), recomputes)
     if fp8 is not None and fp8.is_on:
@@ -329,12 +333,13 @@ def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend
         except (ValueError, ImportError, TypeError, AttributeError) as error:
             is_missing = not isinstance(error, ValueError) or _MISSING.search(str(error))
             if HAVE_TE or device_type != "cuda" or backend == "local" or not is_missing:
-                # Without TransformerEngine, Megatron compares None with a release; that FP8 needs it has been said.
-                if isinstance(error, ValueError | ImportError) or HAVE_TE or not book.errors:
+                # Without TransformerEngine, Megatron still asks FP8 for its release; that it is missing has been said.
+                asks_for_release = isinstance(error, TypeError | AttributeError) or _RELEASE in str(error)
+                if HAVE_TE or not book.errors or not asks_for_release:
                     book.collect([str(error)])
                 return None
         given = {**fields.transformer, **owned}
-        late = {name for name in given if name.startswith("fp8") or name in _ASK_TRANSFORMER_ENGINE}
+        late = {name for name in given if "fp8" in name or name in _ASK_TRANSFORMER_ENGINE}
         early = [{name: one[name] for name in one.keys() - late} for one in (fields.transformer, owned)]
         config = book.attempt(build_transformer_config, *early)
     for name in late if config is not None else ():

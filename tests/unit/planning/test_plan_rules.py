@@ -520,9 +520,10 @@ def test_a_model_in_fp8_for_gpus_is_checked_where_transformer_engine_is_missing(
 
 def test_fp8_on_a_cpu_has_one_reason() -> None:
     padded = {"moe_router_padding_for_fp8": True, "moe_grouped_gemm": True}
-    settings = run_with(padded, precision={"precision": "bf16-mixed", "fp8_recipe": "delayed"}, base={**MOE, **LATENT})
-    [error] = make_plan(settings, 4).errors
+    fp8: Any = {"precision": {"precision": "bf16-mixed", "fp8_recipe": "delayed"}, "base": {**MOE, **LATENT}}
+    [error] = make_plan(run_with(padded, **fp8), 4).errors
     assert error.startswith("FP8 needs a CUDA device, and this run is on 'cpu'")
+    assert make_plan(run_with(padded, trainer={"accelerator": "gpu"}, **fp8), 4).errors == ()
 
 
 def test_the_reason_of_the_model_comes_before_that_of_the_number_of_ranks() -> None:
