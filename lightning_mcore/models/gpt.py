@@ -323,7 +323,7 @@ class MCoreGPT(SpeedLogs):
         config = self._build_config()
         device_type = self._device_type()
         check_backend(config, self._impl(device_type), device_type)
-        learned_positions = self.hparams["position_embedding_type"] == "learned_absolute"
+        learned_positions = self._positions["position_embedding_type"] == "learned_absolute"
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"], learned_positions)
         check_normalization(self.loss_normalization, config)
         if self._hybrid:
@@ -521,7 +521,7 @@ class MCoreGPT(SpeedLogs):
             share_embeddings_and_output_weights=self.hparams["share_embeddings_and_output_weights"],
             mtp_block_spec=gpt_mtp_block_spec(self.config, impl, vp_stage),
             vp_stage=vp_stage,
-            **gpt_arguments(self.hparams),
+            **gpt_arguments(self._positions),
         )
         chunk.existing_tokens = self.vocab_size
         change_ends(chunk, self.architecture)
@@ -557,7 +557,7 @@ class MCoreGPT(SpeedLogs):
             )
         check_vocabulary(batch, self.vocab_size)
         check_sources(batch, self._names_of_sources())
-        if self.hparams["position_embedding_type"] == "learned_absolute":
+        if self._positions["position_embedding_type"] == "learned_absolute":
             check_places(batch, self.seq_length)
         if self.architecture.indexer is not None:
             longest = longest_sequence(batch)
@@ -754,18 +754,22 @@ class MCoreGPT(SpeedLogs):
         if self.architecture.has_half_layers:  # weights before the residual start as for one part a layer
             owned |= {"is_hybrid_model": True}
         config = build_transformer_config({**self._fusions(), **self.transformer}, owned)
-        set_yarn(config, self.hparams["yarn"])
+        set_yarn(config, self._positions["yarn"])
         set_architecture(config, self.architecture)
         return config
+
+    @property
+    def _positions(self) -> dict[str, Any]:
+        """The arguments, with defaults for those that a subclass lacks, as ``MCoreVisionGPT`` some about positions."""
+        defaults = {name: given.default for name, given in inspect.signature(MCoreGPT).parameters.items()}
+        return {**defaults, **self.hparams}
 
     def _fusions(self) -> dict[str, bool]:
         device_type = self._device_type()
         if device_type != "cuda" or self._impl(device_type) == "local":
             return {}
-        own = self.hparams
-        return fusion_defaults(
-            self.transformer, own["position_embedding_type"], self.lora is not None, own["architecture"]
-        )
+        kind, architecture = self._positions["position_embedding_type"], self.hparams["architecture"]
+        return fusion_defaults(self.transformer, kind, self.lora is not None, architecture)
 
     def _impl(self, device_type: str) -> Literal["local", "transformer_engine"]:
         choice = self.hparams["transformer_impl"]

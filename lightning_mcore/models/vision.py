@@ -92,6 +92,8 @@ class MCoreVisionGPT(MCoreGPT):
         self.freeze_parts = tuple(freeze)
         check_parts(self.freeze_parts, lora)
         super().__init__(**arguments)
+        for name in inspect.signature(MCoreGPT).parameters.keys() - inspect.signature(MCoreVisionGPT).parameters.keys():
+            del self.hparams[name]  # not an argument of this class
         # Adapters read their base again, by this name too; a file cannot choose it
         named = with_tower(self.vision.model_type)
         if hf is not None and hf.get("family") == named:
