@@ -42,8 +42,8 @@ class Distillation:
         beta: The kind of divergence, 0 to 1, as above.
         temperature: Divides the logits of both models. The divergence is not multiplied by its square.
         kd_ratio: Weight of the divergence, above 0, up to 1, which leaves the token loss out of the gradient.
-        top_k: Number of tokens, those that the teacher finds most likely, whose probabilities are compared one by one;
-            all others are compared as one. None compares each token of the vocabulary.
+        top_k: Compare the teacher's ``top_k`` most likely tokens one by one, and all other tokens as a single one. None
+            compares every token of the vocabulary.
         stored: Folder for the teacher's logits. The first run computes them for all training data before it trains,
             and later runs read them there instead of running the teacher. Needs ``top_k``.
         on_policy: Fraction of the batches, 0 to 1, whose answers the student writes itself, as ``lmbda`` of TRL's GKD.
@@ -203,8 +203,9 @@ def check_layer_pairs(
         if own != taught:
             near = [layer for layer, place in enumerate(places[1], start=1) if place == own]
             raise ValueError(
-                f"{shown}, whose layers lie on chunks {own + 1} and {taught + 1} of the pipeline's {len(student)};"
-                + (f" pair layer {pair[0]} with layer {choices(near)} of the teacher" if near else " leave it out")
+                f"{shown}, but these layers are on different chunks of the pipeline, {own + 1} and {taught + 1} of"
+                f" {len(student)};"
+                + (f" pair layer {pair[0]} with layer {choices(near)} of the teacher" if near else " remove the pair")
             )
         if recomputes and pair[0] < counts["student"]:
             raise ValueError(

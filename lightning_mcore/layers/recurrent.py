@@ -109,11 +109,11 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
         Raises ValueError if there is an attention mask or one of Megatron's inference contexts.
         """
         if attention_mask is not None:
-            raise ValueError(f"attention_mask is given to a {self.kind}, which has no scores to mask; pass None")
+            raise ValueError(f"a {self.kind} has no scores that attention_mask could mask; pass None")
         if inference_context is not None:
             raise ValueError(
-                f"inference_context is given to a {self.kind}, whose memory it does not keep; pass None, and generate"
-                " with MCoreGPT or hf_model()"
+                f"inference_context cannot store the memory of a {self.kind}; pass None, and generate with MCoreGPT or"
+                " hf_model()"
             )
         mixed = self._project(hidden_states)
         ranks = self.cp_group.size()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model keeps of the tokens it has processed, so that only the next token runs through its layers.
+"""What a model remembers of earlier tokens, so that only the next token runs through its layers.
 
-A prompt runs as in validation, context parallelism included, while each attention layer keeps its keys and values and
-each layer with a memory its state. Then every call has one token for each row, which all context-parallel ranks
-compute. A rank keeps its share of the prompt and one of ``context_parallel_size`` new tokens. It attends to its own
-keys only, and the ranks join their softmaxes, so no keys are sent. On two ranks, a prompt of 10 tokens is padded to 12
-places, 6 on each rank. These keys are kept, first of the prompt, then of new tokens::
+A prompt runs as in validation, also with context parallelism. Meanwhile, each attention layer stores its keys and
+values, and each recurrent layer its state. After that, every call has one token for each row, and all context-parallel
+ranks compute it. A rank stores the keys of its share of the prompt, and of every ``context_parallel_size``-th new
+token. It attends only to these, and the ranks join their softmaxes, so no keys are sent. On two ranks, a prompt of 10
+tokens is padded to 12 places, 6 on each rank. The ranks store the keys of these tokens, of the prompt and new ones::
 
     rank 0   0 1 2 9 (not the padding)      10 12 ...
     rank 1   3 4 5 6 7 8                     11 13 ...
@@ -45,7 +45,7 @@ _UNFUSED = ("apply_rope_fusion", "fused_single_qkv_rope")  # these kernels rotat
 class TokenCache:
     """The keys and values of each attention layer, and the states of other layers, for one batch of rows.
 
-    Rows that have ``longest`` tokens have ended: what is computed for them along with the others has no meaning.
+    A row of ``longest`` tokens has ended, and what the model still computes for it has no meaning.
 
     Attributes:
         positions: Of the next token in each row, [b] int64; None while the prompt runs.
@@ -102,7 +102,7 @@ class TokenCache:
         count, width = rows.shape
         places = split_for_context_parallel(torch.arange(rows.length)[None], self.rank, self.size)[0]
         own = int((places < width).sum())
-        kept = places[: max(1, own)].to(device).expand(count, -1)  # one at least, so that no tensor is empty
+        kept = places[: max(1, own)].to(device).expand(count, -1)  # at least one, so that no tensor is empty
         lengths = torch.full((count,), width, device=device) if rows.lengths is None else rows.lengths
         self._lengths, self._new = lengths, 0
         self.lengths = lengths if rows.lengths is not None or rows.length > width else None
@@ -173,7 +173,7 @@ class TokenCache:
             keys[:, :, number - 1], values[:, :, number - 1] = key[0], value[0]
         keys, values = keys[:, :, :number], values[:, :, :number]
         rows, heads = query.shape[1:3]
-        # Heads that share keys are queries of one head: no copy of keys, whatever the kernel
+        # Query heads that share keys become queries of one head, so that no kernel copies the keys
         query = query.view(rows, keys.size(1), -1, query.size(-1))
         seen = self._visible(reach)
         if self.size == 1 and sinks is None and softmax.is_fused:
@@ -230,8 +230,8 @@ class TokenCache:
         if self.group is not None:
             parts = own.new_empty(self.size, *own.shape[1:])
             dist.all_gather_into_tensor(parts, own, group=self.group)
-        # Of each rank: sum of exp(score - highest) * value, sum of exp(score - highest), highest. Ranks with the scores
-        # 2 and 3 have (v, 1, 2) and (w, 1, 3), which join to (v / e + w) / (1 / e + 1).
+        # Each rank has the sum of exp(score - highest) * value, the sum of exp(score - highest), and highest. Two ranks
+        # with one score each, 2 and 3, have (v, 1, 2) and (w, 1, 3), which join to (v / e + w) / (1 / e + 1).
         sums, highests = parts[..., :-1], parts[..., -1:]
         top = highests.amax(0)
         if sinks is not None:
@@ -242,12 +242,12 @@ class TokenCache:
         return total[..., :-1] / under
 
     def _ask_for_next(self, rotary: Any, given: Any, named: Any) -> Any:
-        """Let a rotary embedding return the angles of the next token, or a table with those of each row's."""
+        """Make a rotary embedding return the angles of the next token, or of all positions if the rows differ."""
         if self.positions is None:
             return given, named
         if self._is_full:
             return (1,), {"offset": self.length - 1, "packed_seq": True}
-        # A table for more tokens is the same, unless it is stretched to their number
+        # A longer table begins with the same angles, unless they depend on its length
         length = self.length if hasattr(rotary, "stretch") else -(-self.length // 1024) * 1024
         return (length,), {"packed_seq": True}
 

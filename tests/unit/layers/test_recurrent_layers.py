@@ -128,7 +128,7 @@ def test_a_mask_of_scores_and_a_cache_of_keys_are_refused(kind: type) -> None:
         module = gpt(ARCHITECTURES[kind])
         module.configure_model()
         layer = next(layer for layer in module.modules() if type(layer) is kind)
-        with refuses(ValueError, "whose memory it does not keep"):
+        with refuses(ValueError, "cannot store the memory"):
             layer(torch.zeros(16, 1, 32), inference_context=object())
-        with refuses(ValueError, "which has no scores to mask; pass None"):
+        with refuses(ValueError, "has no scores that attention_mask could mask"):
             layer(torch.zeros(16, 1, 32), torch.zeros(1, 1, 16, 16, dtype=torch.bool))

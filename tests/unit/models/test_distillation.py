@@ -110,7 +110,7 @@ def test_a_teacher_that_the_layout_cannot_divide_is_refused() -> None:
 WRONG_PAIRS: tuple[tuple[list[int], dict[str, Any], str], ...] = (
     ([5, 2], {}, "layer 5 of the student does not exist; choose 1 to 4"),
     ([2, 0], {}, "layer 0 of the teacher does not exist; choose 1 to 8"),
-    ([2, 5], {}, "lie on chunks 1 and 2 of the pipeline's 2"),
+    ([2, 5], {}, "on different chunks of the pipeline, 1 and 2 of 2"),
     ([3, 6], {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "[3, 6]"),
 )
 
