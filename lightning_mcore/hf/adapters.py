@@ -38,7 +38,6 @@ from lightning_mcore.hf.source import HFSource, is_own_checkpoint
 from lightning_mcore.hf.weight_map import TOWER, WeightMap, held_rectangle, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
 from lightning_mcore.layers.adapted_layers import ADAPTABLE, ADAPTERS, LINEAR, adapt, freeze, merge, share_a
-from lightning_mcore.layers.hidden_states import is_projection
 from lightning_mcore.layers.lora import Projection, Rows
 from lightning_mcore.layers.quantized import quantize
 from lightning_mcore.layers.score import ScoreLayer
@@ -346,8 +345,7 @@ def weights_of_chunk(
     maps: dict[str, WeightMap] = {}
     owners = {id(p): module for module in chunks.bare[index].modules() for p in module.parameters(recurse=False)}
     for entry in sharded_tensors(chunks, index):
-        is_of_model = f".{ADAPTERS}." not in entry.key and not is_projection(entry.key)
-        if not isinstance(entry.data, nn.Parameter) or not is_of_model:
+        if not isinstance(entry.data, nn.Parameter) or f".{ADAPTERS}." in entry.key:
             continue
         parts: list[tuple[Block, int]] = []
         name, whole, shapes = entry.key, (), {}  # type: str, Shape, Mapping[str, Shape]

@@ -39,7 +39,6 @@ from lightning_mcore.hf.weight_map import WeightMap, held_rectangle, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.adapted_layers import ADAPTERS, adapted_weight, merging
-from lightning_mcore.layers.hidden_states import is_projection
 from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import all_gather_object, combine_on_rank0, run_on_all_ranks
 from lightning_mcore.parallel.fully_sharded import is_fully_sharded
@@ -242,7 +241,7 @@ def _own_pieces(chunks: ModelChunks, of_adapters: bool) -> tuple[list[ModelPiece
     for index, chunk in enumerate(chunks.bare):
         merged = {id(adapted_weight(layer)): read for layer in chunk.modules() if (read := merging(layer)) is not None}
         for entry in sharded_tensors(chunks, index):
-            if (f".{ADAPTERS}." in entry.key) != of_adapters or is_projection(entry.key):
+            if (f".{ADAPTERS}." in entry.key) != of_adapters:
                 continue
             for piece in pieces_of(entry):
                 stored[piece.place.key] = tuple(piece.place.global_shape)
