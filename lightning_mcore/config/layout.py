@@ -275,7 +275,19 @@ class ParallelLayout:
         check_layers(self.pipeline_model_parallel_layout, pp, vp, shape)
         _check_tensor(self, shape)
         _check_experts(self, shape)
-        _check_sequence(self, shape)
+        if shape.seq_length is not None:
+            _check_sequence(self, shape.seq_length, f"seq_length={shape.seq_length}", "choose")
+
+    def validate_rows(self, length: int) -> None:
+        """Check that the ranks get equal shares of a batch's rows.
+
+        Args:
+            length: Tokens of a row, with padding; of all rows together if they are packed.
+
+        Raises:
+            ValueError: They do not.
+        """
+        _check_sequence(self, length, f"the row length of a batch, {length} tokens,", "pad or cut rows to")
 
     def validate_microbatches(self, num_microbatches: int, group_size: int | None = None) -> None:
         """Check that the schedule can run a number of microbatches, in training and in validation.
@@ -444,16 +456,16 @@ def _check_experts(layout: ParallelLayout, shape: ModelShape) -> None:
         )
 
 
-def _check_sequence(layout: ParallelLayout, shape: ModelShape) -> None:
+def _check_sequence(layout: ParallelLayout, length: int, shown: str, advice: str) -> None:
     """Reject a sequence that gives ranks unequal shares. Source: ``get_batch_on_this_cp_rank``, ``mappings``."""
     cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
     reasons = [f"context_parallel_size={cp} (two slices a rank)"] if cp > 1 else []
     reasons += [f"sequence_parallel with tensor_model_parallel_size={tp}"] if layout.sequence_parallel else []
     unit = layout.sequence_multiple
-    if shape.seq_length is not None and shape.seq_length % unit:
+    if length % unit:
         raise ValueError(
-            f"seq_length={shape.seq_length} is not a multiple of {unit}, as {' and '.join(reasons)} needs; choose "
-            f"{neighbours(shape.seq_length, unit)}"
+            f"{shown} is not a multiple of {unit}, as {' and '.join(reasons)} needs; {advice} "
+            f"{neighbours(length, unit)}"
         )
 
 

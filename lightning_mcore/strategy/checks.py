@@ -289,16 +289,19 @@ def _builds_later(module: pl.LightningModule) -> bool:
     return type(module).configure_model is not pl.LightningModule.configure_model
 
 
-def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> None:
+def check_batches_to_predict(trainer: pl.Trainer) -> None:
     """Raise ``RuntimeError`` on all ranks if ranks that share experts have unequal numbers of batches (a hang)."""
-    if expert_parallel_size == 1:
+    experts = process_group("experts")
+    if process_group("tp_cp").size() % experts.size() == 0:  # they belong to one model copy, and read the same batches
         return
-    counts = all_gather_object(trainer.predict_loop.max_batches)
-    if any(count != counts[0] for count in counts):
+    mine = dist.get_process_group_ranks(experts)[0], ", ".join(map(str, trainer.predict_loop.max_batches))
+    found = set(all_gather_object(mine))
+    if len(found) > len({first for first, _ in found}):
+        counts = sorted({count for _, count in found})
         raise RuntimeError(
-            f"the data-parallel ranks have {sorted(map(str, counts))} batches to predict, but"
-            f" expert_model_parallel_size={expert_parallel_size} requires the same number on each of them;"
-            " make the number of samples a multiple of the batch size times the data-parallel size"
+            f"data-parallel ranks that share experts have {' and '.join(counts)} batches to predict, but each of them"
+            " needs the same number; make the number of samples a multiple of the batch size times the data-parallel"
+            " size"
         )
 
 

@@ -190,6 +190,8 @@ class PipelineRunner:
         if not isinstance(module, MCoreModule) or self._pipeline.takes_whole_batches:
             return Microbatch(batch, step_arguments, weight=weight)
         shape = module.microbatch_shape(batch)  # before context parallelism cuts the sequences
+        if shape is not None:
+            self._layout.validate_rows(shape[0])
         if self._layout.context_parallel_size > 1:
             batch = module.shard_context(batch)
         return Microbatch(batch, step_arguments, shape, weight)

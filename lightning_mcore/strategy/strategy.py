@@ -528,7 +528,7 @@ class MCoreStrategy(DDPStrategy):
     def on_predict_start(self) -> None:
         """Reject a dataset that gives ranks with shared experts different numbers of batches, which would hang."""
         install_sigterm_handler(self._module.trainer)
-        check_batches_to_predict(self._module.trainer, self.layout.expert_model_parallel_size)
+        check_batches_to_predict(self._module.trainer)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only; every stage of a pipeline gets the result if a hook may read it."""

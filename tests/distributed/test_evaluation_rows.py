@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -217,3 +218,15 @@ def test_ranks_that_share_experts_run_equally_often(strategy: dict[str, Any], di
     for rank, (found, own) in enumerate(ranks):
         assert found == pytest.approx(whole, rel=1e-5)
         assert torch.equal(torch.cat(own), torch.cat(predicted)[rank % 2 :: 2])
+
+
+@on_ranks(2)
+def test_ranks_that_share_experts_predict_equally_many_batches() -> None:
+    with refuses(RuntimeError, "share experts have 1 and 2 batches"):  # of 3 rows and of 2
+        make_trainer(EP2).predict(Experts(64, 8, EXPERTS), texts(5, 8, 64, batch_size=2))
+
+
+@on_ranks(4)
+def test_ranks_that_share_no_experts_may_predict_unequally_many_batches() -> None:
+    found: Any = make_trainer(EP2).predict(Experts(64, 8, EXPERTS), texts(6, 8, 64, batch_size=1))
+    assert len(found) == (2 if dist.get_rank() < 2 else 1)

@@ -31,7 +31,7 @@ from lightning_mcore.optimizer.layer_wise import LayerWiseShares
 from tests.support import hygiene
 from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.sentences import refuses, says
-from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
+from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit, texts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -575,6 +575,14 @@ def in_a_step() -> list[dict[str, Outcome]]:
 @pytest.mark.parametrize("name", IN_A_STEP)
 def test_a_step_that_breaks_its_contract(in_a_step: Any, name: str) -> None:
     check(in_a_step, name, IN_A_STEP[name])
+
+
+@on_ranks(2)
+def test_rows_that_the_layout_does_not_divide() -> None:
+    for strategy, length in (({TP: 2, SP: True}, 7), ({CP: 2}, 10)):
+        for entry in ("fit", "validate"):
+            with refuses(ValueError, f"{length} tokens"):
+                getattr(make_trainer(strategy), entry)(gpt(num_layers=1)(), texts(2, length, 32))
 
 
 def _fit_two_stages(step: Callable[[StagedNet, Batch], Any]) -> None:
