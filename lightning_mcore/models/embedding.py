@@ -97,7 +97,7 @@ class MCoreEmbedding(MCoreGPT):
         arguments = passed_on(locals(), "embedding")
         setting = Embedding.of(embedding)
         super().__init__(**arguments | arguments_of_base(transformer))
-        del self.hparams["loss_normalization"]  # not an argument of this class
+        self.hparams.pop("loss_normalization", None)  # not an argument of this class
         self.embedding = setting
         self.hparams["share_embeddings_and_output_weights"] = False
         self._name_family()

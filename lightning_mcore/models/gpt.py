@@ -204,7 +204,7 @@ class MCoreGPT(SpeedLogs):
         self.seq_length = seq_length
         self.loss_normalization = loss_normalization
         self.transformer = check_transformer_fields(transformer)
-        check_positions(self.hparams, self.transformer)
+        check_positions(self._positions, self.transformer)
         self.architecture = Architecture.of(architecture)
         # 50257 tokens with multiples of 128 make 50304 rows
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by

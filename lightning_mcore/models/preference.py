@@ -142,7 +142,7 @@ class MCorePreference(MCoreGPT):
             rank_zero_info(f"training on preferences leaves out {' and '.join(off)}")
         is_tied = share_embeddings_and_output_weights
         super().__init__(**arguments | arguments_of_base(setting, transformer, lora, is_tied))
-        del self.hparams["loss_normalization"]  # not an argument of this class
+        self.hparams.pop("loss_normalization", None)  # not an argument of this class
         self.preference = setting
         if setting.gives_scores:
             self.hparams["share_embeddings_and_output_weights"] = False

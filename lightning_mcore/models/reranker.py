@@ -100,7 +100,7 @@ class MCoreReranker(MCoreGPT):
         setting = _with_ids(Reranker.of(reranker), (hf or {}).get("path"), vocab_size)
         changed = arguments_of_base(setting, transformer, lora, share_embeddings_and_output_weights)
         super().__init__(**arguments | changed)
-        del self.hparams["loss_normalization"]  # not an argument of this class
+        self.hparams.pop("loss_normalization", None)  # not an argument of this class
         self.reranker = setting
         self.hparams["reranker"] = setting.plain()
         for name in _MEASURES:

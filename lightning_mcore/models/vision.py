@@ -93,7 +93,7 @@ class MCoreVisionGPT(MCoreGPT):
         check_parts(self.freeze_parts, lora)
         super().__init__(**arguments)
         for name in inspect.signature(MCoreGPT).parameters.keys() - inspect.signature(MCoreVisionGPT).parameters.keys():
-            del self.hparams[name]  # not an argument of this class
+            self.hparams.pop(name, None)  # not an argument of this class
         # Adapters read their base again, by this name too; a file cannot choose it
         named = with_tower(self.vision.model_type)
         if hf is not None and hf.get("family") == named:

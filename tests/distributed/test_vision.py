@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -96,6 +97,8 @@ def losses_of(folders: list[str], fields: dict[str, Any], out: str) -> list[Tens
             module = MCoreVisionGPT.from_pretrained(folder, seq_length=LENGTH)
             module.configure_model()
             found.append(step(module, vision_batch("qwen2_vl")))
+        with _given_hyperparameters_context(dict(module.hparams), "lightning.pytorch.cli.instantiate_module"):
+            MCoreVisionGPT(**module.hparams)
         changed = PassesOn(**{**module.hparams, **fields})
         assert changed.hparams.keys() == module.hparams.keys()
         changed.configure_model()

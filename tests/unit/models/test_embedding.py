@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 
 from lightning_mcore import Embedding, MCoreEmbedding, MCoreFinetuningData, MCoreGPT, MCoreStrategy
 from lightning_mcore.config.run import RunSettings
@@ -102,6 +103,13 @@ def batch_of(*ids: int) -> dict[str, torch.Tensor]:
 def test_a_batch_without_the_texts_of_queries_is_refused(batch: dict[str, Any], texts: int, said: str) -> None:
     with refuses(ValueError, said):
         check_texts(batch, Embedding(negatives=texts - 2))
+
+
+def test_lightnings_command_line_builds_it_from_its_arguments() -> None:
+    given: dict[str, Any] = {"vocab_size": 64, "seq_length": 16, "transformer": SIZES}
+    named = dict(MCoreEmbedding(**given).hparams)
+    with _given_hyperparameters_context(named, "lightning.pytorch.cli.instantiate_module"):
+        assert MCoreEmbedding(**given).hparams["seq_length"] == 16
 
 
 def test_made_up_rows_pass_the_checks_of_batches() -> None:
