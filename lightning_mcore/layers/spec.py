@@ -24,6 +24,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAtt
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -46,6 +47,7 @@ from lightning_mcore.layers.kimi_delta import KimiDeltaAttention
 from lightning_mcore.layers.latent_experts import latent_layer
 from lightning_mcore.layers.mamba import Mamba2
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
+from lightning_mcore.layers.rotation import RotatedAttention
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
 from lightning_mcore.layers.variants import (
     BiasedExpertOutput,
@@ -292,9 +294,8 @@ def _use_our_modules(
     if architecture.layer_norms == "parallel":
         layer.module = ParallelLayer
         submodules.self_attn_bda = ModuleSpec(module=OutputAlone, params={"config": config})
-    splits_gates = config.attention_output_gate and config.num_query_groups < config.tensor_model_parallel_size
-    if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads" or splits_gates:
-        submodules.self_attention.module = VariantAttention
+    if submodules.self_attention.module is SelfAttention:
+        submodules.self_attention.module = _attention(config, architecture)
     attention = submodules.self_attention.submodules
     if transformer_impl == "transformer_engine":
         if attention.core_attention is TEDotProductAttention:
@@ -316,6 +317,14 @@ def _use_our_modules(
     submodules.sharded_state_dict_keys_map = _names_in_checkpoints(layer, config)
     if experts is not None and config.moe_latent_size:
         submodules.mlp = latent_layer(experts)
+
+
+def _attention(config: TransformerConfig, architecture: Architecture) -> type[RotatedAttention]:
+    """Return the class in place of Megatron's attention."""
+    splits_gates = config.attention_output_gate and config.num_query_groups < config.tensor_model_parallel_size
+    if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads" or splits_gates:
+        return VariantAttention
+    return RotatedAttention
 
 
 def _use_latent_modules(attention: ModuleSpec, is_one_projection: bool) -> None:

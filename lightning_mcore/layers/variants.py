@@ -16,7 +16,6 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,6 +27,7 @@ from torch.nn import functional
 from lightning_mcore.config.architecture import STRETCHES, Architecture, architecture_of
 from lightning_mcore.layers.autograd import scale_gradient, sum_over_ranks
 from lightning_mcore.layers.norms import TorchNorm
+from lightning_mcore.layers.rotation import RotatedAttention
 
 
 class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
@@ -172,7 +172,7 @@ class NormOfAllKeys(_NormOfAllHeads):
         return int(config.num_query_groups)
 
 
-class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no type information
+class VariantAttention(RotatedAttention):
     """Megatron's attention, plus three features.
 
     These are norms over all heads together, other positions in layers with a window, and output gates where

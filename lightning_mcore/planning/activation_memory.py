@@ -16,9 +16,9 @@ measured again for each plan, because ``--suggest`` weighs hundreds of layouts, 
 TransformerEngine, which most runs on GPUs have, cannot be measured without one; layers with a memory are measured
 (``measured.py``). With TransformerEngine, norms keep their input and one number, linear layers in FP8 keep their input
 in 8 bits, and dropout keeps one byte for each element, as its documentation says. A tensor that only the gradient of a
-frozen weight would need is not kept. Adapters keep their input and ``A x``, and where a layer has several, the matrices
-that it stacks them in. Routed experts are assumed to be evenly loaded, and tensors that ``cpu_offloading`` would move
-to the host are counted as if they stayed.
+frozen weight would need is not kept. Adapters keep their input and ``A x``, and where a layer has several, the A that
+it stacks. Routed experts are assumed to be evenly loaded, and tensors that ``cpu_offloading`` would move to the host
+are counted as if they stayed.
 """
 
 import math
@@ -35,7 +35,7 @@ from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import tower_bytes
 
-_OF_LOGITS = ("probabilities", "A x of the output layer", "B of the output layer, padded")  # not kept with chunks
+_OF_LOGITS = ("probabilities", "A x of the output layer")  # not kept with chunks
 _INDEX = 8  # bytes of an int64
 
 
@@ -47,8 +47,7 @@ class Row(NamedTuple):
     element: float  # bytes of an element
     # "tensor": tensor-parallel ranks divide the width; "sequence": the tokens, with sequence parallelism; "nobody";
     # "gathered": as "sequence", but the ranks that share an expert hold all their tokens together; "expert": each of
-    # these then holds a part of the width; "stacked": the width is of all tokens; "stacked rows": of which each
-    # tensor-parallel rank has a part
+    # these then holds a part of the width; "stacked": the width is of all tokens
     shared: str
     part: str = ""  # as ``recompute_modules`` names the part of a layer that it belongs to
     weights: tuple[str, ...] = ()  # only their gradients need it; empty where others do too
@@ -137,12 +136,17 @@ def _adapters(fields: GPTFields, form: Formats, prefix: str) -> Iterator[Row]:
         yield Row(f"{name}: A x", ranks * share, form.parameter, whole, part)
         if len(trained.pairs) > experts:
             yield Row(f"{name}: every A", ranks * columns, form.parameter, "stacked", part)
-            yield Row(f"{name}: every B", ranks * rows, form.parameter, "stacked rows", part)
         if lora.use_dora:
             yield Row(f"{name}: output before its length", rows, form.parameter, split, part)
         if lora.lora_dropout:
             inputs = "tensor" if is_row else "sequence"
             yield Row(f"{name}: input, dropped", columns, form.parameter + form.mask, inputs, part)
+
+
+def rotation_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
+    """Yield the cosines and sines that the layers of a chunk share; see :func:`layer_rows`."""
+    if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
+        yield Row("cosines and sines", 2 * fields.rotary_channels, form.parameter, "nobody", of_rows=form.packed)
 
 
 def embedding_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
@@ -173,8 +177,6 @@ def output_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
     adapted = _of_weight(fields, "output_layer.weight")
     for pair in adapted.pairs if adapted is not None else ():
         yield Row("A x of the output layer", pair.rank, form.parameter, "nobody")
-        if fields.vocab_size != padded:
-            yield Row("B of the output layer, padded", pair.rank * padded, form.parameter, "stacked rows")
 
 
 def multi_token_rows(fields: GPTFields, seq_length: int, form: Formats) -> Iterator[Row]:
@@ -262,8 +264,6 @@ def _grouped_attention(fields: GPTFields, form: Formats) -> Iterator[Row]:
         yield Row("inputs of norms, and scaled", 2 * both + heads, FP32, "tensor")
     elif kind == "unweighted":
         yield Row("inputs of norms", both + heads, FP32, "tensor")
-    if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
-        yield Row("cosines and sines", 4 * fields.rotary_channels, element, "nobody", of_rows=form.packed)
     if fields.rotary_channels or fields.qk_layernorm:
         yield Row("queries and keys, rotated", both, element, "tensor")
 
@@ -339,6 +339,7 @@ class Activations:
         """Return the bytes that forward keeps of a microbatch, and those that backward's worst moment takes beside."""
         run, fields, form = self.run, self.run.fields, self.run.formats
         kept, in_layers = self._layers(chunk)
+        kept += self._weigh(rotation_rows(fields, form))
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
         output = self._output if chunk.output else 0.0
         output += self._multi_token_bytes() * chunk.mtp
@@ -514,9 +515,8 @@ class Activations:
         split = tp if layout.sequence_parallel else 1
         ranks = {"tensor": tp, "sequence": split, "gathered": split / etp, "expert": split, "nobody": 1}
         for row in rows:
-            if row.shared.startswith("stacked"):
-                of_matrix = (etp if row.part == "moe" else tp) if row.shared == "stacked rows" else 1
-                total += row.width * row.element / of_matrix / (ep if row.part == "moe" else 1)
+            if row.shared == "stacked":
+                total += row.width * row.element / (ep if row.part == "moe" else 1)
             else:
                 tokens = run.tokens if row.of_rows else run.tokens / run.batch.micro_batch_size
                 total += row.width * row.element * tokens / ranks[row.shared]

@@ -18,7 +18,7 @@ from lightning_mcore import MCoreGPT
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
-from lightning_mcore.planning.activation_memory import Activations
+from lightning_mcore.planning.activation_memory import Activations, rotation_rows
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
@@ -71,6 +71,7 @@ def test_listed_tensors_are_those_that_autograd_keeps(model: dict[str, Any], lay
     fields = GPTFields.of({"vocab_size": 1024, "seq_length": LENGTH, "transformer": transformer})
     batch, formats = GlobalBatch(1, 1, 1, 1, LENGTH), Formats.of({"precision": "bf16-mixed"}, {})
 
-    listed = Activations(Sizes(fields, layout, layout.tensor_model_parallel_size, batch, formats))._layer(0).whole
+    activations = Activations(Sizes(fields, layout, layout.tensor_model_parallel_size, batch, formats))
+    listed = activations._layer(0).whole + activations._weigh(rotation_rows(fields, formats))
 
     assert listed == pytest.approx(kept(transformer, layout), rel=0.01)  # measured: 0.0003
