@@ -43,11 +43,13 @@ class TorchNorm(nn.Module):
         dtype, computed = weight.dtype, hidden_states.dtype
         if self.config.layernorm_zero_centered_gamma:
             weight = weight + 1
-        weight = weight.to(computed)
+        if dtype != computed:
+            weight, bias = weight.to(computed), bias if bias is None else bias.to(computed)
         if self.config.normalization == "RMSNorm":
-            return functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps).to(dtype)
-        bias = bias if bias is None else bias.to(computed)
-        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias, self.eps).to(dtype)
+            found = functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps)
+        else:
+            found = functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias, self.eps)
+        return found if dtype == computed else found.to(dtype)
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias

@@ -61,8 +61,11 @@ def logits_at(
     ``asked``, [b, s / cp] bool, is True there. ``logits`` is [b, n, v / tp]; each of the ``n`` stands for an equal part
     of the positions, in order: for a single one, or for all those that a rank has.
     """
-    asked = asked.reshape(*logits.shape[:2], -1).any(dim=-1)
-    found = torch.where(asked[..., None], logits.float(), 0.0).sum(dim=1)
+    if logits.size(1) == cp_group.size() == 1:  # no other one, here or on another rank
+        found = logits[:, 0].float()
+    else:
+        asked = asked.reshape(*logits.shape[:2], -1).any(dim=-1)
+        found = torch.where(asked[..., None], logits.float(), 0.0).sum(dim=1)
     if cp_group.size() > 1:
         dist.all_reduce(found, group=cp_group)
     slices = _gather(found, tp_group)

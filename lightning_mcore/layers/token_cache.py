@@ -27,6 +27,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor, nn
 
 from lightning_mcore.layers.attention import Reach, Softmax, attend_once
+from lightning_mcore.layers.direct_linear import direct_products
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary
 from lightning_mcore.layers.padded_rows import PaddedRows
@@ -89,6 +90,7 @@ class TokenCache:
         with contextlib.ExitStack() as stack:
             stack.enter_context(attributes_set([self._pipeline, *self._layers], {"cache": self}))
             stack.enter_context(attributes_set(unfused, dict.fromkeys(_UNFUSED, False)))
+            stack.enter_context(direct_products(self._pipeline.modules()))
             for layer in self._pipeline.modules():
                 if isinstance(layer, RotaryEmbedding):
                     stack.callback(layer.register_forward_pre_hook(self._ask_for_next, with_kwargs=True).remove)

@@ -36,6 +36,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch._library.custom_ops import CustomOpDef
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -57,6 +58,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_copy_main_params_to_model_params": Float16OptimizerWithFloat16Params,
     "_foreach_mul_": torch,
     "_foreach_norm": torch,
+    "_forward_impl": ColumnParallelLinear,
     "_apply_scaling": RotaryEmbedding,
     "_make_forward_pre_hook": DistributedDataParallel,
     "_batches_that_stepped": _TrainingEpochLoop,

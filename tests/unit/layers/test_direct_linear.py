@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers that only multiply during generation have the same results, and others stay as they are."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers as megatron_layers
+from torch import Tensor
+
+from lightning_mcore import LoRA, MCoreGPT, add_lora
+from lightning_mcore.layers.direct_linear import direct_products
+from lightning_mcore.layers.session import single_process
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Warning. tp_group is None")  # Megatron's
+
+BIASED = {"add_bias_linear": True, "add_qkv_bias": True}  # linear_qkv adds its bias itself, the others do not
+
+
+@pytest.fixture
+def chunk() -> Any:
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+    module = MCoreGPT(64, 16, {**sizes, **BIASED})
+    with single_process():
+        module.configure_model()
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+        yield module.model.chunks[0]
+
+
+def outputs(chunk: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for name, layer in chunk.named_modules():
+        if isinstance(layer, megatron_layers.ColumnParallelLinear | megatron_layers.RowParallelLinear):
+            found[name] = layer(torch.randn(3, 2, layer.weight.size(1), generator=generator))
+    return found
+
+
+@torch.no_grad()
+def test_plain_layers_only_multiply_with_the_same_results(chunk: Any) -> None:
+    expected = outputs(chunk)
+
+    function = mock.Mock(side_effect=AssertionError)
+    with (
+        mock.patch.object(megatron_layers, "linear_with_grad_accumulation_and_async_allreduce", function),
+        direct_products(chunk.modules()),
+    ):
+        found = outputs(chunk)
+
+    assert len(found) == 5
+    for name, (output, bias) in found.items():
+        assert torch.equal(output, expected[name][0])
+        assert bias is expected[name][1]
+    assert not any("forward" in vars(layer) for layer in chunk.modules())
+
+
+@torch.no_grad()
+def test_layers_that_compute_more_are_left_as_they_are(chunk: Any) -> None:
+    add_lora(chunk, LoRA(r=2, target_modules=["linear_qkv", "linear_fc2"]))
+    adapted = [name for name, child in chunk.named_modules() if "lora" in dict(child.named_children())]
+    for name, parameter in chunk.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter)
+    chunk.output_layer.register_forward_hook(lambda layer, inputs, output: (2 * output[0], output[1]))
+    expected = outputs(chunk)
+
+    with direct_products(chunk.modules()):
+        found = outputs(chunk)
+
+    assert len(adapted) == 2
+    compared: list[tuple[Tensor, Tensor]] = [(found[name][0], expected[name][0]) for name in found]
+    assert all(torch.equal(value, other) for value, other in compared)
