@@ -2,8 +2,9 @@
 """Low-rank adapters on Megatron's layers, exact under tensor, sequence and expert parallelism.
 
 A linear layer has one adapter per Hugging Face projection that it holds (``linear_qkv`` has three), so every adapter
-that PEFT wrote can be continued. The A of one layer run as one product, and so do the B. The adapter of an embedding
-looks up columns of A; the shared experts' gate adds its adapter to its weight.
+that PEFT wrote can be continued. The A of one layer run as one product; each B's product is added to its rows of the
+output (``adapter_products.py``). The adapter of an embedding looks up columns of A; the shared experts' gate adds its
+adapter to its weight.
 
 How an adapter is split follows the weight of its layer (s tokens, h inputs, r rank):
 
@@ -51,6 +52,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.config.lora import LoRA
+from lightning_mcore.layers.adapter_products import Places, Run, add_products
 from lightning_mcore.layers.host_values import version_of
 from lightning_mcore.parallel.groups import generator_of, process_group
 
@@ -181,6 +183,7 @@ class Adapters(nn.ModuleDict):
         is_as_stacked = torch.equal(order, torch.arange(len(order)))
         self.order: Tensor | None
         self.register_buffer("order", None if is_as_stacked else order.to(weight.device), persistent=False)
+        self._places, self._rows = _places(adapters, rows), rows
         self._mark_parameters(weight)
 
     def _mark_parameters(self, weight: Tensor) -> None:
@@ -207,16 +210,22 @@ class Adapters(nn.ModuleDict):
             adapter()  # overlap_param_gather gathers parameters at this call
         hidden = functional.linear(self._dropped(inputs), self._a())
         hidden = self._with_other_ranks(hidden) * self._scales(hidden)
-        b = self._b()
-        added = functional.linear(hidden, b)
-        if getattr(layer, "gather_output", False):
-            added = gather_from_tensor_model_parallel_region(added, group=self.group)
+        without = output if bias is None or not self.uses_dora else output - bias
+        changed = self._added(without, hidden, bool(getattr(layer, "gather_output", False)))
         if not self.uses_dora:
-            return output + added
-        ratio = self.ratio(layer.weight)
-        without = output if bias is None else output - bias
-        changed = (without + added) * ratio.to(output.dtype)
+            return changed
+        changed = changed * self.ratio(layer.weight).to(output.dtype)
         return changed if bias is None else changed + bias
+
+    def _added(self, output: Tensor, hidden: Tensor, is_gathered: bool) -> Tensor:
+        """Return an output with the products of all B added; it has the rows of all ranks if it ``is_gathered``."""
+        all_b = [self._summed(adapter.lora_B) if self.split == 1 else adapter.lora_B for adapter in self._adapters]
+        if not is_gathered and output.dtype == hidden.dtype:
+            return add_products(output, hidden, all_b, self._places)
+        added = add_products(hidden.new_zeros(*hidden.shape[:-1], self._rows), hidden, all_b, self._places)
+        if is_gathered:
+            added = gather_from_tensor_model_parallel_region(added, group=self.group)
+        return output + added
 
     def looked_up(self, tokens: Tensor, layer: Any) -> Tensor:
         """Return what an embedding's adapter adds to its output; ``tokens`` is [b, s] int64."""
@@ -418,6 +427,17 @@ def _in_runs(entry: Any, projection: Projection) -> Any:
 def group_of(layer: Any) -> Any:
     """Return the group that splits a layer's weight; TransformerEngine has another name for an expert's."""
     return getattr(layer, "_tp_group", None) or layer.tp_group
+
+
+def _places(adapters: Sequence[Adapter], rows: int) -> Places:
+    """Return where the rows of each adapter are among the layer's."""
+    runs = []
+    for index, adapter in enumerate(adapters):
+        first = 0
+        for own in adapter.projection.in_order:
+            runs.append(Run(index, own.start, first, own.count))
+            first += own.count
+    return Places.of(runs, len(adapters), rows)
 
 
 def _order(adapters: Sequence[Adapter], rows: int) -> Tensor:
