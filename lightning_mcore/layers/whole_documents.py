@@ -3,11 +3,12 @@
 
 The ranks of a context-parallel group share some rows and not others (``parallel/context.py``). What a microbatch is,
 layers see from its boundaries (``Boundaries.is_whole``). The torch backend's attention reads them itself. Megatron's
-attention rotates positions by the group that it was built with, and TransformerEngine exchanges keys within it: hooks
-lend them a group of one rank for a whole row. Other layers look at each token alone.
+attention rotates positions by the group that it was built with, TransformerEngine exchanges keys within it, and
+multi-token prediction the first tokens of each slice: hooks lend them a group of one rank for a whole row. Other layers
+look at each token alone.
 
-Source: ``Attention.forward``, ``MLASelfAttention.get_query_key_value_tensors`` and ``TEDotProductAttention.forward``
-(megatron.core, 0.16.1 and 0.19.2).
+Source: ``Attention.forward``, ``MLASelfAttention.get_query_key_value_tensors``, ``TEDotProductAttention.forward`` and
+``MultiTokenPredictionLayer.forward`` (megatron.core, 0.16.1 and 0.19.2).
 """
 
 import copy
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -42,7 +44,6 @@ def check_hybrid(config: TransformerConfig, kind: str | None = None) -> None:
         "layers with a memory, whose heads are split over the context-parallel ranks": (
             architecture_of(config).has_memories
         ),
-        f"mtp_num_layers={config.mtp_num_layers}": bool(config.mtp_num_layers),
         "recompute_modules=['mla_up_proj']": "mla_up_proj" in recomputed,
     }
     for name, is_given in unsupported.items():
@@ -51,8 +52,11 @@ def check_hybrid(config: TransformerConfig, kind: str | None = None) -> None:
 
 
 def keep_documents_whole(chunk: nn.Module) -> None:
-    """Let a chunk's attention exchange nothing for whole rows."""
+    """Let a chunk's attention and multi-token prediction exchange nothing for whole rows."""
     for module in chunk.modules():
+        if isinstance(module, MultiTokenPredictionLayer):
+            module.register_forward_pre_hook(_lend_to_prediction, with_kwargs=True)
+            module.register_forward_hook(_take_from_prediction, always_call=True)
         if isinstance(module, Attention):
             module.register_forward_pre_hook(_lend, with_kwargs=True)
             module.register_forward_hook(_give_back, always_call=True)
@@ -74,6 +78,16 @@ def _lend(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 def _give_back(attention: Any, args: tuple[Any, ...], output: Any) -> None:
     if (groups := vars(attention).pop("shared_groups", None)) is not None:
         attention.pg_collection = groups
+
+
+def _lend_to_prediction(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _is_whole(kwargs.get("packed_seq_params")):
+        layer.shared_group, layer.cp_group = layer.cp_group, _Alone()
+
+
+def _take_from_prediction(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+    if (group := vars(layer).pop("shared_group", None)) is not None:
+        layer.cp_group = group
 
 
 def _set_group(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from lightning_mcore import (
 from lightning_mcore.data.packing.rows import build_parts, build_row, collate_rows
 from lightning_mcore.layers import core_attention
 from tests.parity.bare_loop import Trace
+from tests.parity.global_tensors import assemble, spread
 from tests.parity.lightning_loop import make_trainer
 from tests.parity.packed import (
     RECIPE,
@@ -41,9 +42,11 @@ from tests.parity.packed import (
     Rows,
     all_documents,
     one_by_one,
+    slices_of,
+    train_one_by_one,
 )
 from tests.parity.test_options import LATENT
-from tests.parity.test_packing import assert_trained_alike
+from tests.parity.test_packing import MTP, TOLERANCE, assert_trained_alike
 from tests.support import toy
 from tests.support.chats import characters, write
 from tests.support.layouts import Layout
@@ -155,6 +158,19 @@ def test_layers_that_are_computed_again_know_the_kind_of_their_row() -> None:
     _compare(Layout(pp=2, cp=2), replace(RECIPE, options=(*TWO_LAYERS, *again)))
 
 
+MTP_LAYOUTS = (Layout(cp=2), Layout(tp=2, sp=True, cp=2), Layout(pp=2, cp=2))
+
+
+@pytest.mark.parametrize("layout", thorough_but(MTP_LAYOUTS, "cp2"))
+def test_multi_token_prediction_guesses_within_documents_of_both_kinds_of_rows(layout: Layout) -> None:
+    rows = rows_of(layout)
+    (dense,) = run_ranks(1, train_one_by_one, layout.one_rank, MTP, rows, timeout=120)
+    ranks = run_ranks(layout.world_size, train, layout, MTP, rows, ("tokens",), timeout=180)
+    worst = spread(slices_of([found["tokens"] for found, _ in ranks]), assemble(slices_of([dense])))
+    assert any("mtp" in name for name in worst)
+    assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}
+
+
 def test_rows_of_a_stream_train_as_their_documents_do_one_by_one() -> None:
     layout, means = Layout(cp=2), ("tokens", "samples")
     rows = rows_of(layout)
@@ -226,11 +242,10 @@ AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_pro
 @pytest.mark.parametrize(
     ("transformer", "architecture", "about"),
     [
-        ({"mtp_num_layers": 1}, None, "does not support mtp_num_layers=1"),
         ({}, {"layer_pattern": "[M-][*-]", "mamba": dict(MAMBA)}, "does not support layers with a memory"),
         ({**LATENT, "q_lora_rank": 16, **AGAIN}, None, "does not support recompute_modules=['mla_up_proj']"),
     ],
-    ids=["mtp", "memory", "mla"],
+    ids=["memory", "mla"],
 )
 @on_ranks(2, timeout=120)
 def test_models_that_need_every_row_split_are_refused(
