@@ -148,6 +148,16 @@ class Distillation:
                 " them out"
             )
 
+    @property
+    def copies_of_logits(self) -> float:
+        """How many fp32 copies of a chunk's logits the divergence needs at once; ``layers/distillation.py`` says why.
+
+        With ``top_k``, the logits in fp32 and two masks of one byte each.
+        """
+        if self.top_k is not None:
+            return 1.5
+        return 3.0 if self.beta in (0, 1) else 4.0
+
     @classmethod
     def of(cls, given: "Distillation | Mapping[str, Any]") -> "Distillation":
         """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""

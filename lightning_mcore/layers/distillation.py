@@ -197,13 +197,13 @@ class Sums(NamedTuple):
     student: Tensor  # logarithm of the sum of exp(logit / temperature)
     teacher: Tensor
     divergence: Tensor
-    slope: Tensor  # the mean slope of the divergence under the student's probabilities; see _terms
+    slope: Tensor  # the mean slope of the divergence under the student's probabilities; see _slope_for
 
     @classmethod
     def of(cls, logits: Tensor, taught: Tensor, vocabulary: Vocabulary, setting: Distillation) -> "Sums":
         """Return the sums for the student's and the teacher's logits, [s, b, v / tp]."""
         _, real, group = vocabulary
-        both = [values[..., :real].float() / setting.temperature for values in (logits, taught)]
+        both = [_scaled(values[..., :real], setting.temperature) for values in (logits, taught)]
         empty = logits.new_full(logits.shape[:-1], -torch.inf, dtype=torch.float32)
         most = torch.stack([values.amax(-1) if real else empty for values in both])
         if group.size() > 1:
@@ -213,30 +213,68 @@ class Sums(NamedTuple):
             dist.all_reduce(sums, group=group)
         log_sums = sums.log_().add_(most)
         student, teacher = (values.sub_(log_sum[..., None]) for values, log_sum in zip(both, log_sums, strict=True))
-        divergence, slope = _terms(student, teacher, setting.beta)
-        found = torch.stack([divergence.sum(-1), (student.exp() * slope).sum(-1)])
+        del both
+        found = torch.stack(_summed(student, teacher, setting.beta))
         if group.size() > 1:
             dist.all_reduce(found, group=group)
         return cls(*log_sums, *found)
 
 
-def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return what each token of the vocabulary adds to the divergence, and its slope, from log-probabilities.
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return a copy of logits in fp32, divided by the temperature."""
+    return logits.to(torch.float32, copy=True).div_(temperature)
+
+
+def _terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return what each category adds to the divergence, from log-probabilities."""
+    if beta == 0:
+        return teacher.exp() * (teacher - student)
+    if beta == 1:
+        return student.exp() * (student - teacher)
+    mixture = torch.logaddexp(student + math.log(1 - beta), teacher + math.log(beta))
+    return beta * teacher.exp() * (teacher - mixture) + student.exp() * ((1 - beta) * (student - mixture))
+
+
+# The logits of a chunk are its largest tensors, so the functions below need no more than four fp32 copies of them at
+# once, those of student and teacher among them, which they overwrite; forward and reverse KL need three.
+
+
+def _summed(student: Tensor, teacher: Tensor, beta: float) -> list[Tensor]:
+    """Return the divergence and the mean slope of it, [s, b], from log-probabilities; see :func:`_slope_for`.
+
+    The divergence is the sum of :func:`_terms`. The mean slope is 0 for forward KL, which needs none.
+    """
+    if beta == 0:
+        by_token = student.neg_().add_(teacher).mul_(teacher.exp_())
+        found = by_token.sum(-1)
+        return [found, torch.zeros_like(found)]
+    if beta == 1:
+        found = teacher.neg_().add_(student).mul_(student.exp_()).sum(-1)
+        return [found, found]
+    mixture = _mixture(student, teacher, beta)
+    slope = (student - mixture).mul_(1 - beta)
+    by_token = mixture.neg_().add_(teacher).mul_(teacher.exp_().mul_(beta))
+    slope.mul_(student.exp_())
+    return [by_token.add_(slope).sum(-1), slope.sum(-1)]
+
+
+def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the logarithms of ``(1 - beta) * p + beta * q`` from those of p and q."""
+    mixture = student + math.log(1 - beta)
+    return torch.logaddexp(mixture, teacher + math.log(beta), out=mixture)
+
+
+def _slope_for(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the slope of the divergence for each token of the vocabulary, from log-probabilities; not for forward KL.
 
     With p = softmax(z), a divergence D of p has dD/dz_i = p_i * (slope_i - mean slope under p), where slope_i is
     dD/dp_i, up to a number that is the same for all i. For reverse KL, D = sum of p * log(p / q), and the slope is
     log(p / q). For p = [0.8, 0.2] and q = [0.5, 0.5] it is [0.470, -0.916], with mean 0.193, which is D itself, so the
-    gradient is [0.222, -0.222]. Forward KL has the slope -q / p; its gradient is p - q, so no slope is needed, and 0 is
-    returned.
+    gradient is [0.222, -0.222]. Forward KL has the slope -q / p; its gradient is p - q.
     """
-    if beta == 0:
-        return teacher.exp() * (teacher - student), torch.zeros_like(student)
     if beta == 1:
-        slope = student - teacher
-        return student.exp() * slope, slope
-    mixture = torch.logaddexp(student + math.log(1 - beta), teacher + math.log(beta))
-    slope = (1 - beta) * (student - mixture)
-    return beta * teacher.exp() * (teacher - mixture) + student.exp() * slope, slope
+        return teacher.neg_().add_(student)
+    return _mixture(student, teacher, beta).neg_().add_(student).mul_(1 - beta)
 
 
 class _Divergences(torch.autograd.Function):
@@ -256,14 +294,13 @@ class _Divergences(torch.autograd.Function):
         logits, taught, *log_sums, mean_slope = ctx.saved_tensors
         beta, temperature = ctx.setting.beta, ctx.setting.temperature
         student, teacher = (
-            (values[..., : ctx.real].float() / temperature).sub_(log_sum[..., None])
+            _scaled(values[..., : ctx.real], temperature).sub_(log_sum[..., None])
             for values, log_sum in zip((logits, taught), log_sums, strict=True)
         )
         if beta == 0:
             by_logits = student.exp_().sub_(teacher.exp_())
         else:
-            _, slope = _terms(student, teacher, beta)
-            by_logits = student.exp_().mul_(slope.sub_(mean_slope[..., None]))
+            by_logits = _slope_for(student, teacher, beta).sub_(mean_slope[..., None]).mul_(student.exp_())
         gradient = torch.zeros_like(logits)
         gradient[..., : ctx.real] = by_logits.mul_(gradients[0][..., None] / temperature)
         return gradient, *[None] * (3 + len(Sums._fields))
@@ -276,7 +313,7 @@ def category_logits(logits: Tensor, tokens: Tensor, vocabulary: Vocabulary, temp
     four tokens, the categories of tokens 0 and 1 have 2, 1 and log(1 + 1) = 0.693.
     """
     is_own, column, is_rest = _places(logits, tokens, vocabulary)
-    scaled = logits.float() / temperature
+    scaled = _scaled(logits, temperature)
     chosen = scaled.gather(-1, column).where(is_own, 0.0)
     rest = scaled.masked_fill_(~is_rest, -torch.inf)
     most = rest.amax(-1, keepdim=True)
@@ -319,7 +356,7 @@ class _Categories(torch.autograd.Function):
         logits, tokens, rest = ctx.saved_tensors
         is_own, column, is_rest = _places(logits, tokens, ctx.vocabulary)
         own, of_rest = gradients[0][..., :-1].where(is_own, 0.0), gradients[0][..., -1:]
-        gradient = (logits.float() / ctx.temperature).sub_(rest).exp_().mul_(of_rest).masked_fill_(~is_rest, 0)
+        gradient = _scaled(logits, ctx.temperature).sub_(rest).exp_().mul_(of_rest).masked_fill_(~is_rest, 0)
         gradient.scatter_add_(-1, column, own)
         return gradient.div_(ctx.temperature).to(logits.dtype), None, None, None, None
 
@@ -386,7 +423,7 @@ class _ChunkOfTopK(_TaughtChunk):
         if self.categories is None:
             self.categories = category_logits(logits.detach(), tokens, self.both, temperature)
         student = _Categories.apply(logits, tokens, self.both, temperature, self.categories).log_softmax(-1)  # type: ignore[no-untyped-call]
-        return self.losses(logits), _terms(student, teacher, self.setting.beta)[0].sum(-1)
+        return self.losses(logits), _terms(student, teacher, self.setting.beta).sum(-1)
 
 
 class _StoredChunk(_TaughtChunk):

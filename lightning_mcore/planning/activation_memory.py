@@ -355,7 +355,7 @@ class Activations:
         in_pairs = chunk.pairs * taught + 2 * compared if chunk.pairs else 0.0
         rows = run.batch.micro_batch_size * chunk.embedding
         of_tower, of_worst = tower_bytes(fields, run.layout, rows, form.parameter)
-        at_output = self._at_output() + self._logits_of_teacher if chunk.output else 0.0
+        at_output = self._at_output() if chunk.output else 0.0
         beside = max(at_output, in_layers - output, of_worst - kept, in_teacher - kept, in_pairs - output, 0.0)
         return kept + of_tower, beside
 
@@ -393,15 +393,6 @@ class Activations:
         teacher = self.run.fields.teacher
         width = 0 if teacher is None else teacher.hidden_size
         return self._weigh([Row("hidden states", width, FP32, "sequence")])
-
-    @property
-    def _logits_of_teacher(self) -> float:
-        """Bytes of a teacher's logits in the loss, with fp32 copies of both models' and of two terms of each token."""
-        run, teacher = self.run, self.run.fields.teacher
-        if teacher is None:
-            return 0.0
-        rows = teacher.padded_vocab_size / run.layout.tensor_model_parallel_size
-        return (run.tokens_of_loss or run.tokens) * rows * (run.formats.parameter + 4 * FP32)
 
     @property
     def _hidden(self) -> float:
@@ -450,7 +441,8 @@ class Activations:
     def _output(self) -> float:
         """Bytes that the final norm, the output layer and the loss keep."""
         rows = [*output_rows(self.run.fields, self.run.formats)]
-        if self.run.tokens_of_loss is not None:  # logits are made again; kept are losses and logarithms of sums
+        # Logits are made again; kept are losses and logarithms of sums. With a teacher, the loss is always our own.
+        if self.run.tokens_of_loss is not None or self.run.fields.teacher is not None:
             rows = [row for row in rows if row.name not in _OF_LOGITS]
             rows.append(Row("losses and log-sums", 2 * FP32, 1, "nobody"))
         return self._weigh(rows)
@@ -467,18 +459,22 @@ class Activations:
         has_adapters = adapted is not None and bool(adapted.pairs)
         of_input, of_weight = run.tokens * hidden * element, columns * hidden * element * is_trained  # gradients
         logits = (run.tokens_of_loss or run.tokens) * columns
-        if run.tokens_of_loss is None:
+        if run.tokens_of_loss is None and fields.teacher is None:
             # What adapters add, and the sum
             copies = 2 if has_adapters else int(element < FP32 or fields.cross_entropy_loss_fusion)
             # By then 16-bit gradients have replaced fp32 probabilities.
             return float(max(copies * logits * element, of_weight + of_input - logits * (FP32 - element)))
         # A 16-bit gradient of the chunks before this one is already in the fp32 buffer, if there is one.
-        before = 0 if element < run.formats.gradient else of_weight
+        before = 0 if element < run.formats.gradient or run.tokens_of_loss is None else of_weight
         probabilities = logits * (FP32 + (element if element < FP32 else 0))
         at_loss = logits * element * (3 if has_adapters else 1) + probabilities + before
         at_product = logits * element + of_weight + before
         at_sum = of_weight + 2 * before  # autograd makes a new sum
-        return float(max(at_loss, at_product, at_sum) + of_input)
+        if fields.teacher is None:
+            return float(max(at_loss, at_product, at_sum) + of_input)
+        # The divergence has the logits of both, and copies. Its gradient waits for that of the loss.
+        at_divergence = logits * (2 * element + fields.copies_of_logits * FP32) + before
+        return float(max(at_loss + 2 * logits * element, at_divergence, at_product, at_sum) + of_input)
 
     def _in_layer(self, is_moe: bool, is_trained: bool = True) -> float:
         """Return the bytes that a feed-forward part needs briefly: its gradients in backward, or what experts copy."""

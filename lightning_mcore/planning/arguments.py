@@ -155,6 +155,7 @@ def with_teacher(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
         teacher_path=path,
         layer_pairs=tuple((own, taught) for own, taught in setting.intermediate_layer_pairs or ()),
         hidden_loss=setting.intermediate_loss,
+        copies_of_logits=setting.copies_of_logits,
     )
 
 

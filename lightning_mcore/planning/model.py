@@ -91,6 +91,7 @@ class GPTFields:
     teacher_path: str = ""
     layer_pairs: tuple[tuple[int, int], ...] = ()  # layers of model and teacher whose hidden states are compared
     hidden_loss: HiddenLoss = "mse"  # how they are compared
+    copies_of_logits: float = 0.0  # fp32 copies of logits that the divergence from the teacher needs at once
 
     @cached_property
     def values(self) -> Mapping[str, Any]:

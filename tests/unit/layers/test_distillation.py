@@ -17,6 +17,7 @@ from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.layers.chunked_loss import Vocabulary
 from lightning_mcore.layers.distillation import Sums, _ChunkOfTopK, _Divergences
 from lightning_mcore.parallel.groups import process_group
+from tests.support.live_memory import LiveBytes
 
 GIVEN = json.loads((Path(__file__).parent / "trl_divergences.json").read_text(encoding="utf-8"))
 
@@ -79,6 +80,29 @@ def test_gradients_are_those_of_autograd_and_padding_has_none(setting: dict[str,
     assert exact.grad is not None
     torch.testing.assert_close(student.grad[..., :33].double(), exact.grad, rtol=1e-4, atol=1e-6)
     assert not student.grad[..., 33:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("setting", [{}, {"beta": 1.0}, {"beta": 0.4}, {"top_k": 2}], ids=str)
+def test_a_divergence_needs_as_many_copies_of_logits_as_plan_counts(
+    setting: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Forward and backward; the gradient, in the logits' format, is the only other large tensor."""
+    logits, taught = (torch.randn(64, 2, 1024).to(dtype) for _ in range(2))
+    logits.requires_grad_()
+    given = Distillation("teacher", **setting)
+    one = 4 * logits.numel()  # bytes of a copy
+    live = LiveBytes()
+    with live:
+        found = (
+            of_top_k(logits, taught, 1024, **setting)
+            if "top_k" in setting
+            else divergences(logits, taught, 1024, **setting)
+        )
+        assert 0.7 < live.peak / one / given.copies_of_logits < 1.05
+        live.peak = live.now
+        found.sum().backward()
+        assert live.peak / one < given.copies_of_logits * 1.05 + (dtype.itemsize / 4 if "top_k" in setting else 0)
 
 
 def test_equal_models_do_not_diverge() -> None:

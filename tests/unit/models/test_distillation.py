@@ -174,7 +174,7 @@ def test_a_plan_counts_the_weights_and_forward_pass_of_a_teacher() -> None:
 def test_a_plan_counts_the_activations_and_messages_of_a_teacher() -> None:
     """Messages between stages have its hidden states too; its layers reduce theirs in the forward pass only."""
     path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=8, hidden_size=128)
-    layout: dict[str, Any] = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "loss_chunk_size": 16}
+    layout: dict[str, Any] = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "loss_chunk_size": 32}
     alone, taught = (make_plan(settings(path, name, **layout), 4) for name in (None, teacher))
     first, other = taught.stages[0], alone.stages[0]
     more = {volume.axis: volume.sent for volume in first.traffic}
@@ -188,13 +188,14 @@ def test_a_plan_counts_the_activations_and_messages_of_a_teacher() -> None:
     kept = [
         both.memory.activations - one.memory.activations for one, both in zip(alone.stages, taught.stages, strict=True)
     ]
-    # The last stage receives and keeps hidden states for the loss, whose chunk has logits and four fp32 copies
-    assert kept == [0, 2 * 64 * 128 * 4 + 16 * 64 * (4 + 4 * 4)]
+    # The last stage receives and keeps hidden states for the loss, whose chunk has the teacher's logits and three fp32
+    # copies; the token loss alone has one
+    assert kept == [0, 2 * 64 * 128 * 4 + 32 * 64 * (4 + (3 - 1) * 4)]
 
 
 @pytest.mark.parametrize("loss", ["mse", "cosine"])
 def test_a_plan_counts_hidden_states_that_are_compared(loss: str) -> None:
-    path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=8, hidden_size=128)
+    path, teacher = folder("small", 1024), folder("big", 1024, num_hidden_layers=8, hidden_size=128)
     layout: dict[str, Any] = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
     asked = [settings(path, teacher, **layout) for _ in range(2)]
     pairs = {"intermediate_layer_pairs": [[2, 4], [3, 6], [4, 8]], "intermediate_loss": loss}
