@@ -9,11 +9,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.value_checks import (
-    choices,
     from_fields,
     plain_values,
     require_choice,
@@ -195,33 +194,80 @@ def check_teacher(path: str, shape: ModelShape, layout: ParallelLayout) -> None:
 
 
 def check_layer_pairs(
-    pairs: Sequence[Sequence[int]], student: Sequence[int], teacher: Sequence[int], multi_token: bool, recomputes: bool
+    pairs: Sequence[Sequence[int]], student: Sequence[int], teacher: Sequence[int], recomputes: bool
 ) -> None:
-    """Raise ValueError if the layers of a pair do not exist, lie on different stages, or do not keep hidden states.
+    """Raise ValueError if the layers of a pair do not exist, or do not keep hidden states.
 
-    ``student`` and ``teacher`` are the numbers of layers of each chunk, in the order of the layers. ``multi_token``
-    says whether the student predicts several tokens, ``recomputes`` whether its layers are recomputed in full.
+    ``student`` and ``teacher`` are the numbers of layers of each chunk, in the order of the layers. ``recomputes`` says
+    whether the student's layers are recomputed in full.
     """
     counts = {"student": sum(student), "teacher": sum(teacher)}
-    places = chunks_of_layers(student, multi_token), chunks_of_layers(teacher)
     for pair in pairs:
         shown = f"intermediate_layer_pairs has {list(pair)}"
         for (name, count), layer in zip(counts.items(), pair, strict=True):
             if not 1 <= layer <= count:
                 raise ValueError(f"{shown}, and layer {layer} of the {name} does not exist; choose 1 to {count}")
-        own, taught = (place[layer - 1] for place, layer in zip(places, pair, strict=True))
-        if own != taught:
-            near = [layer for layer, place in enumerate(places[1], start=1) if place == own]
-            raise ValueError(
-                f"{shown}, but these layers are on different chunks of the pipeline, {own + 1} and {taught + 1} of"
-                f" {len(student)};"
-                + (f" pair layer {pair[0]} with layer {choices(near)} of the teacher" if near else " remove the pair")
-            )
         if recomputes and pair[0] < counts["student"]:
             raise ValueError(
                 f"{shown}, and recompute_granularity='full' keeps no hidden states of layer {pair[0]} of the student;"
                 " set recompute_granularity='selective', or pair only the last layer"
             )
+
+
+class StatesOf(NamedTuple):
+    """The hidden states of one layer."""
+
+    is_teacher: bool
+    layer: int  # counted from 1
+
+
+@dataclass(frozen=True)
+class PairPlaces:
+    """Which chunks have the hidden states of paired layers, and which states go from chunk to chunk.
+
+    A pair is compared in the chunk of the later of its two layers. The earlier layer's states travel there, from chunk
+    to chunk, behind the activations. With 2 chunks of 2 student layers and of 4 teacher layers, the student's layer 1
+    is in chunk 0 and the teacher's layer 7 in chunk 1, so chunk 0 sends the student's states, and the pair [1, 7] is
+    compared in chunk 1. For [4, 2], the teacher's states travel.
+    """
+
+    pairs: tuple[tuple[int, int], ...]  # a layer of the student and one of the teacher
+    student: tuple[int, ...]  # the chunk of each layer's hidden states
+    teacher: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, pairs: Sequence[Sequence[int]], student: Sequence[int], teacher: Sequence[int], multi_token: bool
+    ) -> "PairPlaces":
+        """Return them from the numbers of layers of each chunk; ``multi_token`` as in :func:`chunks_of_layers`."""
+        places = chunks_of_layers(student, multi_token), chunks_of_layers(teacher)
+        return cls(tuple((own, taught) for own, taught in pairs), tuple(places[0]), tuple(places[1]))
+
+    def _chunks(self, pair: tuple[int, int]) -> tuple[int, int]:
+        return self.student[pair[0] - 1], self.teacher[pair[1] - 1]
+
+    def compared_in(self, chunk: int) -> list[tuple[int, int]]:
+        """Return the pairs that a chunk compares."""
+        return [pair for pair in self.pairs if max(self._chunks(pair)) == chunk]
+
+    def kept_in(self, chunk: int) -> list[StatesOf]:
+        """Return the states of a chunk's own layers that it compares or sends."""
+        found = {
+            StatesOf(bool(which), pair[which])
+            for pair in self.pairs
+            for which, place in enumerate(self._chunks(pair))
+            if place == chunk
+        }
+        return sorted(found)
+
+    def sent_by(self, chunk: int) -> list[StatesOf]:
+        """Return the states that a chunk sends to the next one, in the order in which it sends them."""
+        found = set()
+        for pair in self.pairs:
+            own, taught = self._chunks(pair)
+            if min(own, taught) <= chunk < max(own, taught):
+                found.add(StatesOf(taught < own, pair[taught < own]))
+        return sorted(found)
 
 
 def chunks_of_layers(counts: Sequence[int], multi_token: bool = False) -> list[int]:

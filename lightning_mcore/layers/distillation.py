@@ -8,7 +8,9 @@ student layers, and sends both activations to the next stage as one tensor. With
     stage 1   splits it at 2048; the gradient that it sends back is zero for the teacher's part
 
 If hidden states are matched too (``hidden_states.py``), each stage adds the distance of its pairs of layers, one more
-channel, [s, b, 6145]. So the last stage weighs it like the other losses, and its gradient takes the way back.
+channel, [s, b, 6145]. So the last stage weighs it like the other losses, and its gradient takes the way back. If the
+layers of a pair are on two stages, the earlier one's hidden states travel behind this channel to the later one's stage,
+which compares them. The gradient of a student's states comes back the same way.
 
 The last stage computes token losses and divergences in chunks of tokens (``chunked_loss.py``), so the logits of neither
 model exist for a whole row. The gradient of the divergence by the student's logits is written out below, because
@@ -33,7 +35,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from lightning_mcore.config.distillation import Distillation
+from lightning_mcore.config.distillation import Distillation, PairPlaces, StatesOf
 from lightning_mcore.layers.chunked_loss import (
     ChunkedLoss,
     Vocabulary,
@@ -78,17 +80,24 @@ class StudentChunk(GPTChunk):
     _received: Tensor | None = None  # from the stage before, [s, b, both hidden sizes]
     _taught: Tensor | None = None  # the teacher's output of the current call
 
-    def learn_from(self, teacher: TeacherChunk | None, setting: Distillation, tokens: int) -> None:
+    def learn_from(
+        self,
+        teacher: TeacherChunk | None,
+        setting: Distillation,
+        tokens: int,
+        places: PairPlaces | None = None,
+        number: int = 0,
+    ) -> None:
         """Let calls inside :meth:`learning` run a teacher's chunk too; None for a teacher whose logits are stored.
 
-        ``tokens`` are those that both vocabularies have.
+        ``tokens`` are those that both vocabularies have, ``places`` those of paired layers. ``number`` counts the
+        pipeline's chunks up to this one.
         """
         self._teacher = None if teacher is None else (teacher,)
         self.setting, self.taught_tokens = setting, tokens
-        pairs = setting.intermediate_layer_pairs
         self._distance = None
-        if teacher is not None and pairs is not None:
-            self._distance = HiddenDistance(self, teacher, pairs, setting.intermediate_loss)
+        if teacher is not None and places is not None:
+            self._distance = HiddenDistance(self, teacher, places, number, setting.intermediate_loss)
 
     @contextlib.contextmanager
     def learning(self, given: Mapping[str, Any], stored: Tensor | None = None) -> Iterator[None]:
@@ -128,21 +137,29 @@ class StudentChunk(GPTChunk):
         [teacher] = self._teacher
         compare = self._distance
         distance: Tensor | float = 0.0  # from the stages before
+        states: dict[StatesOf, Tensor] = {}
         if self._received is not None and not self.pre_process:
-            sizes = [self.config.hidden_size, teacher.config.hidden_size, int(compare is not None)]
-            own, given, distance = torch.split(self._received, sizes, dim=-1)
+            widths = self.config.hidden_size, teacher.config.hidden_size
+            coming = [] if compare is None else compare.received
+            sizes = [*widths, int(compare is not None), *(widths[each.is_teacher] for each in coming)]
+            own, given, distance, *parts = torch.split(self._received, sizes, dim=-1)
+            for each, part in zip(coming, parts, strict=True):
+                states[each] = part.detach() if each.is_teacher else part
             super().set_input_tensor(own)
             teacher.set_input_tensor(given.detach())
         shared = {**{name: kwargs[name] for name in _SHARED if name in kwargs}, **self._given}
-        pairs = [] if compare is None else compare.pairs
-        with torch.no_grad(), keeping(teacher, {layer for _, layer in pairs}) as wanted:
+        kept = [] if compare is None else compare.kept
+        with torch.no_grad(), keeping(teacher, [each.layer for each in kept if each.is_teacher]) as of_teacher:
             self._taught = teacher(input_ids, position_ids, attention_mask, **shared)
-        with keeping(self, {layer for layer, _ in pairs}) as states:
+        with keeping(self, [each.layer for each in kept if not each.is_teacher]) as of_student:
             found: Tensor = super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
         results = [found] if self.post_process else [found, self._taught.to(found.dtype)]
         if compare is not None:
-            distance = distance + compare(states, wanted, self._taught)
+            for each in kept:
+                states[each] = (of_teacher if each.is_teacher else of_student)[each.layer]
+            distance = distance + compare(states, self._taught)
             results.append(self._of_all_ranks(distance) if self.post_process else distance.to(found.dtype))
+            results += [states[each].to(found.dtype) for each in compare.sent]
         return torch.cat(results, dim=0 if self.post_process else -1)
 
     def _of_all_ranks(self, distance: Tensor) -> Tensor:

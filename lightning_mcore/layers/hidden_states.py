@@ -8,7 +8,7 @@ tensor-parallel ranks hold it whole.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mcore.config.distillation import HiddenLoss
+from lightning_mcore.config.distillation import HiddenLoss, PairPlaces, StatesOf
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.parallel.groups import generator_of
 
@@ -68,12 +68,12 @@ class Projection(nn.Linear):
 
 
 class HiddenDistance:
-    """The mean distance over pairs of layers, of which one chunk has some."""
+    """The mean distance over pairs of layers, of which one chunk compares some."""
 
-    def __init__(self, chunk: GPTChunk, teacher: GPTChunk, pairs: Sequence[Sequence[int]], loss: HiddenLoss) -> None:
-        own, taught = layers_of(chunk), layers_of(teacher)
-        self.pairs: list[Pair] = [(a, b) for a, b in pairs if a in own and b in taught]
-        self.of_pairs, self.loss = len(pairs), loss
+    def __init__(self, chunk: GPTChunk, teacher: GPTChunk, places: PairPlaces, number: int, loss: HiddenLoss) -> None:
+        self.pairs, self.of_pairs, self.loss = places.compared_in(number), len(places.pairs), loss
+        self.kept, self.sent = places.kept_in(number), places.sent_by(number)
+        self.received = places.sent_by(number - 1)
         self.projections: Mapping[str, nn.Module] = {}
         size = teacher.config.hidden_size
         if not self.pairs or chunk.config.hidden_size == size:
@@ -84,21 +84,18 @@ class HiddenDistance:
             chunk.add_module(PROJECTIONS, known)
         self.projections = known
 
-    def __call__(self, own: Mapping[int, Tensor], taught: Mapping[int, Tensor], like: Tensor) -> Tensor:
-        """Return this chunk's part of the distance of each token, [s, b, 1] fp32, from states by the layer.
-
-        ``like`` has the tokens' shape, [s, b, ...].
-        """
+    def __call__(self, states: Mapping[StatesOf, Tensor], like: Tensor) -> Tensor:
+        """Return this chunk's part of the distance of each token, [s, b, 1] fp32; ``like`` is [s, b, ...]."""
         total = torch.zeros(like.shape[:2], dtype=torch.float32, device=like.device)
         for pair in self.pairs:
-            states, wanted = own[pair[0]], taught[pair[1]].float()
+            own, wanted = states[StatesOf(False, pair[0])], states[StatesOf(True, pair[1])].float()
             if self.projections:
                 project = self.projections[_name(pair)]
-                states = project(states.to(next(project.parameters()).dtype))
+                own = project(own.to(next(project.parameters()).dtype))
             if self.loss == "mse":
-                total = total + (states.float() - wanted).square().mean(-1)
+                total = total + (own.float() - wanted).square().mean(-1)
             else:
-                total = total + 1 - functional.cosine_similarity(states.float(), wanted, dim=-1)
+                total = total + 1 - functional.cosine_similarity(own.float(), wanted, dim=-1)
         return total[..., None] / self.of_pairs
 
 

@@ -16,7 +16,13 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_mcore.config.distillation import Distillation, check_layer_pairs, check_sight, check_teacher
+from lightning_mcore.config.distillation import (
+    Distillation,
+    PairPlaces,
+    check_layer_pairs,
+    check_sight,
+    check_teacher,
+)
 from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
@@ -191,7 +197,7 @@ class MCoreDistillation(MCoreGPT):
         if pairs is not None:
             own = self._build_config()
             student, taught = map(layers_of_chunks, (own, self.teacher._build_config()))
-            check_layer_pairs(pairs, student, taught, bool(own.mtp_num_layers), own.recompute_granularity == "full")
+            check_layer_pairs(pairs, student, taught, own.recompute_granularity == "full")
 
     @property
     def _fits(self) -> bool:
@@ -224,10 +230,19 @@ class MCoreDistillation(MCoreGPT):
                     cast_chunk(self.config, chunk)
         if self._trainer is not None:
             teacher.to(self._trainer.strategy.root_device)
+        places = self._places_of_pairs()
         for chunk, of_teacher in zip(self.model.chunks, teacher.model.chunks, strict=True):
             assert isinstance(chunk, StudentChunk)
             assert isinstance(of_teacher, TeacherChunk)
-            chunk.learn_from(of_teacher, self.distillation, self._common_tokens)
+            number = (chunk.vp_stage or 0) * chunk.pp_group.size() + chunk.pp_group.rank()
+            chunk.learn_from(of_teacher, self.distillation, self._common_tokens, places, number)
+
+    def _places_of_pairs(self) -> PairPlaces | None:
+        pairs = self.distillation.intermediate_layer_pairs
+        if pairs is None:
+            return None
+        student, taught = layers_of_chunks(self.config), layers_of_chunks(self.teacher.config)
+        return PairPlaces.of(pairs, student, taught, bool(self.config.mtp_num_layers))
 
     def on_fit_start(self) -> None:
         """Run the teacher over all training data, if its logits are to be stored and are not stored yet; collective."""

@@ -352,7 +352,11 @@ class Activations:
         # Pairs of hidden states: their difference in fp32, or both; while compared, also the teacher's as they were
         compared = self._taught_in_fp32
         kept += chunk.pairs * compared * (1 if fields.hidden_loss == "mse" else 2)
-        in_pairs = chunk.pairs * taught + 2 * compared if chunk.pairs else 0.0
+        of_teacher = sum(each.is_teacher for each in chunk.kept)
+        in_pairs = of_teacher * taught + 2 * compared if chunk.pairs else 0.0
+        # States that travel are kept with what is received, and once more with what is sent
+        width = fields.width_of(chunk.received) + (fields.width_of(chunk.sent) if sent else 0)
+        kept += self._weigh([Row("hidden states that travel", width, form.parameter, "sequence")])
         rows = run.batch.micro_batch_size * chunk.embedding
         of_tower, of_worst = tower_bytes(fields, run.layout, rows, form.parameter)
         at_output = self._at_output() if chunk.output else 0.0

@@ -51,11 +51,12 @@ def communication_volume(run: Sizes, stage: int) -> list[AxisVolume]:
             of_loss = 3 * 2 * 4 * _ring(layout.tensor_model_parallel_size)
             volumes["tp"].sent += (chunk.output + chunk.mtp) * of_loss * tokens
         place, last = index * len(stages) + stage, len(stages) * len(stages[stage]) - 1
-        messages = (place < last) + (place > 0)
-        # In one message: both models' hidden states, and the distance of those that are compared
-        sizes = fields.hidden_size + (0 if fields.teacher is None else fields.teacher.hidden_size)
-        sizes += bool(fields.layer_pairs)
-        volumes["pp"].sent += messages * sizes * of_token / _shares(layout)
+        # In one message: both models' hidden states, the distance of those that are compared, and those that travel
+        size = fields.hidden_size + (0 if fields.teacher is None else fields.teacher.hidden_size)
+        size += bool(fields.layer_pairs)
+        sizes = (place < last) * (size + fields.width_of(chunk.sent))
+        sizes += (place > 0) * (size + fields.width_of(chunk.received))  # gradients, the way back
+        volumes["pp"].sent += sizes * of_token / _shares(layout)
     if fields.teacher is not None:
         for axis, channels in _of_teacher(fields.teacher, layout, stage, FP32 / formats.parameter):
             volumes[axis].sent += channels * of_token

@@ -7,8 +7,8 @@ The rest of ``planning`` takes a model as :class:`GPTFields`. Other files check 
 :func:`stage_layers` splits the layers, chunk by chunk: as ``pipeline_model_parallel_layout`` says, or as Megatron does.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from lightning_mcore.config.architecture import Architecture, Mixer, moe_layers, needs_torch_backend
-from lightning_mcore.config.distillation import HiddenLoss, chunks_of_layers
+from lightning_mcore.config.distillation import HiddenLoss, PairPlaces, StatesOf
 from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
@@ -133,6 +133,11 @@ class GPTFields:
         wide = 0 if self.teacher is None or not self.layer_pairs else self.teacher.hidden_size
         return 0 if wide == self.hidden_size else wide
 
+    def width_of(self, states: Iterable[StatesOf]) -> int:
+        """Return the channels of hidden states of this model's and its teacher's layers."""
+        taught = 0 if self.teacher is None else self.teacher.hidden_size
+        return sum(taught if each.is_teacher else self.hidden_size for each in states)
+
     @property
     def subtracts_mean(self) -> bool:
         """Whether norms subtract the mean."""
@@ -229,7 +234,10 @@ class ChunkLayers:
     embedding: bool  # whether the chunk has the embedding
     output: bool  # whether the chunk has the output layer and the loss
     mtp: int = 0  # layers of multi-token prediction; with any, it has an embedding, perhaps a copy
-    pairs: int = 0  # number of its layers' hidden states that are compared with a teacher's
+    pairs: int = 0  # number of pairs of hidden states, a student's and a teacher's, that it compares
+    kept: tuple[StatesOf, ...] = ()  # states of its layers that are compared, here or later
+    sent: tuple[StatesOf, ...] = ()  # states that it sends to the next chunk, for pairs of layers on two chunks
+    received: tuple[StatesOf, ...] = ()
 
 
 def stage_layers(fields: GPTFields, layout: ParallelLayout) -> list[list[ChunkLayers]]:
@@ -238,12 +246,15 @@ def stage_layers(fields: GPTFields, layout: ParallelLayout) -> list[list[ChunkLa
     counts, last = layer_counts(fields, layout), pp * chunks - 1
     mtp = [stage.count("m") for stage in stages] if stages else [0] * last + [fields.mtp_num_layers]
     starts = [0, *accumulate(counts)]
-    places = chunks_of_layers(counts, bool(fields.mtp_num_layers)) if fields.layer_pairs else []
+    places = _places_of_pairs(fields, counts, layout)
 
     def chunk(stage: int) -> ChunkLayers:
         numbers = range(starts[stage], starts[stage] + counts[stage])
-        pairs = sum(0 < layer <= len(places) and places[layer - 1] == stage for layer, _ in fields.layer_pairs)
-        return ChunkLayers(tuple(numbers), embedding=stage == 0, output=stage == last, mtp=mtp[stage], pairs=pairs)
+        own = ChunkLayers(tuple(numbers), embedding=stage == 0, output=stage == last, mtp=mtp[stage])
+        if places is None:
+            return own
+        kept, sent, received = map(tuple, (places.kept_in(stage), places.sent_by(stage), places.sent_by(stage - 1)))
+        return replace(own, pairs=len(places.compared_in(stage)), kept=kept, sent=sent, received=received)
 
     return [[chunk(index * pp + rank) for index in range(chunks)] for rank in range(pp)]
 
@@ -254,6 +265,16 @@ def layer_counts(fields: GPTFields, layout: ParallelLayout) -> list[int]:
         return [stage.count("t") for stage in layout.pipeline_stages]
     sizes = tuple(fields.values[name] for name in _OF_SPLIT)
     return _counts(sizes, layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size)
+
+
+def _places_of_pairs(fields: GPTFields, counts: Sequence[int], layout: ParallelLayout) -> PairPlaces | None:
+    """Return where paired layers are, from the layers of each chunk; None without pairs, or if a layer is missing."""
+    if fields.teacher is None or not fields.layer_pairs:
+        return None
+    taught = layer_counts(fields.teacher, layout)
+    if any(not 1 <= own <= sum(counts) or not 1 <= other <= sum(taught) for own, other in fields.layer_pairs):
+        return None
+    return PairPlaces.of(fields.layer_pairs, counts, taught, bool(fields.mtp_num_layers))
 
 
 _OF_SPLIT = (

@@ -282,7 +282,7 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
         if fits and fields.layer_pairs:
             own, taught = (layer_counts(model, layout) for model in (fields, fields.teacher))
             recomputes = fields.recompute_granularity == "full"
-            book.attempt(check_layer_pairs, fields.layer_pairs, own, taught, bool(fields.mtp_num_layers), recomputes)
+            book.attempt(check_layer_pairs, fields.layer_pairs, own, taught, recomputes)
     if fp8 is not None and fp8.is_on:
         book.attempt(check_model, fp8, fields.shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
         book.attempt(check_layers, fp8, fields.num_layers, layout.pipeline_model_parallel_size)

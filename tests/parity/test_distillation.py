@@ -67,6 +67,11 @@ CASES = {
     "top forward": {"temperature": 2.0, "top_k": 30},
     "top reverse": {"beta": 1.0, "top_k": 1},
     "hidden": {"kd_ratio": 0.6, "intermediate_layer_pairs": [[2, 4], [4, 8], [2, 3]], "intermediate_weight": 0.7},
+    "hidden, apart": {
+        "kd_ratio": 0.6,
+        "intermediate_layer_pairs": [[1, 7], [4, 2], [2, 4], [2, 8], [1, 5], [3, 1]],
+        "intermediate_weight": 0.7,
+    },
     "hidden, same width": {"kd_ratio": 0.9, "intermediate_layer_pairs": [[1, 1], [4, 8]]},
     "hidden, last layer": {"intermediate_layer_pairs": [[4, 8]], "temperature": 2.0},
     "hidden cosine": {"beta": 0.3, "intermediate_layer_pairs": [[3, 5], [4, 8]], "intermediate_loss": "cosine"},
@@ -82,6 +87,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {  # fields of the student
 Form = bool | Literal["hybrid"]  # whether rows are packed, perhaps with hybrid_context_parallel
 Run = tuple[str, str, Form]  # a case, the student's family, and the form of the rows
 DENSE: tuple[Run, ...] = (("js", "qwen2", False), ("forward", "qwen2", True), ("top", "qwen2", True))
+APART: tuple[Run, ...] = (("hidden, apart", "qwen2", True), ("hidden, apart", "qwen2, untied", False))
 HIDDEN: tuple[Run, ...] = (("hidden", "qwen2", False), ("hidden cosine", "qwen2, untied", True))
 IN_ROWS_OF_BOTH_KINDS: tuple[Run, ...] = (("top", "qwen2", "hybrid"), ("hidden cosine", "qwen2, untied", "hybrid"))
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
@@ -95,7 +101,13 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
             ("js", "qwen2, sparse teacher", True),
             *HIDDEN,
         ),
-        Layout(pp=2): (*DENSE, ("reverse", "qwen2, untied", True), *HIDDEN, ("hidden, last layer", "qwen2", True)),
+        Layout(pp=2): (
+            *DENSE,
+            ("reverse", "qwen2, untied", True),
+            *HIDDEN,
+            ("hidden, last layer", "qwen2", True),
+            APART[0],
+        ),
         Layout(cp=2): (*DENSE, *HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
         Layout(dp=2, distributed_optimizer=True): (*DENSE, *HIDDEN),
         Layout(moe=True, dp=2, ep=2): (
@@ -106,7 +118,7 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
     },
     "2 more": {
         Layout(tp=2): (*DENSE, *HIDDEN),
-        Layout(pp=2, vp=2): (*DENSE, *HIDDEN),
+        Layout(pp=2, vp=2): (*DENSE, *HIDDEN, *APART),
         Layout(dp=2): (("reverse", "qwen2", False), *HIDDEN),
         Layout(dp=2, sharding="optim_grads_params"): HIDDEN,
         Layout(moe=True, tp=2, sp=True): (("js", "qwen2_moe", False),),
@@ -114,7 +126,9 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
     "4": {
         Layout(tp=2, cp=2, sp=True): (*DENSE, *HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
         Layout(pp=2, cp=2): (*HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
-        Layout(tp=2, pp=2, sp=True): (*DENSE, *HIDDEN),
+        Layout(tp=2, pp=2, sp=True): (*DENSE, *HIDDEN, *APART),
+        Layout(pp=4): APART,
+        Layout(pp=2, cp=2): APART,
         Layout(dp=2, cp=2): (*DENSE[1:], *HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
         Layout(dp=2, pp=2): (*DENSE, *HIDDEN),
     },
@@ -358,7 +372,7 @@ def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **optio
     return losses.seen
 
 
-PAIRS: dict[str, Any] = {"intermediate_layer_pairs": [[2, 4], [4, 8]]}
+PAIRS: dict[str, Any] = {"intermediate_layer_pairs": [[2, 4], [1, 7]]}
 
 
 def resumed_runs(layout: Layout, folder: str, teacher: str, other: str, out: str) -> list[list[list[float]]]:

@@ -137,11 +137,13 @@ def file_run(
     return build_of(settings, world, min(world, 8))[0]()
 
 
-def taught_run(student: str, teacher: str, world: int, **strategy: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+def taught_run(
+    student: str, teacher: str, world: int, image_tokens: int | None = None, **strategy: Any
+) -> tuple[pl.Trainer, pl.LightningModule, Any]:
     """Return the parts of a distillation between the models of two folders, which matches hidden states too."""
-    setting = {"teacher": teacher, "intermediate_layer_pairs": [[1, 1], [4, 4]]}
+    setting = {"teacher": teacher, "intermediate_layer_pairs": [[1, 1], [1, 4], [4, 4]]}
     model = {"path": student, "seq_length": LENGTH, "distillation": setting}
-    return file_run(model, world, **strategy)
+    return file_run(model, world, image_tokens, **strategy)
 
 
 def embedding_run(path: str, world: int, **strategy: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mcore import Distillation, MCoreDistillation, MCoreStrategy
-from lightning_mcore.config.distillation import check_layer_pairs, chunks_of_layers
+from lightning_mcore.config.distillation import PairPlaces, StatesOf, chunks_of_layers
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal.settings import build_of
@@ -110,7 +111,6 @@ def test_a_teacher_that_the_layout_cannot_divide_is_refused() -> None:
 WRONG_PAIRS: tuple[tuple[list[int], dict[str, Any], str], ...] = (
     ([5, 2], {}, "layer 5 of the student does not exist; choose 1 to 4"),
     ([2, 0], {}, "layer 0 of the teacher does not exist; choose 1 to 8"),
-    ([2, 5], {}, "on different chunks of the pipeline, 1 and 2 of 2"),
     ([3, 6], {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "[3, 6]"),
 )
 
@@ -135,8 +135,24 @@ def test_layers_that_cannot_be_compared_are_refused_by_run_and_plan(
 def test_a_chunk_without_layers_has_the_final_norm() -> None:
     assert chunks_of_layers([2, 2, 0]) == [0, 0, 1, 2]
     assert chunks_of_layers([2, 2, 0], multi_token=True) == [0, 0, 1, 1]
-    with refuses(ValueError, "intermediate_layer_pairs has [4, 3]"):
-        check_layer_pairs([[4, 3]], [2, 2, 0], [2, 2, 0], False, False)
+
+
+def test_hidden_states_travel_to_the_later_layer_of_their_pair() -> None:
+    """Once, even if two pairs need them; pairs on one chunk stay there."""
+    places = PairPlaces.of([[1, 6], [4, 1], [3, 1], [2, 2]], [2, 1, 1], [2, 2, 2], multi_token=False)
+    student, teacher = (partial(StatesOf, is_teacher) for is_teacher in (False, True))
+    assert [places.sent_by(chunk) for chunk in range(-1, 3)] == [
+        [],
+        [student(1), teacher(1)],
+        [student(1), teacher(1)],
+        [],
+    ]
+    assert [places.compared_in(chunk) for chunk in range(3)] == [[(2, 2)], [(3, 1)], [(1, 6), (4, 1)]]
+    assert [places.kept_in(chunk) for chunk in range(3)] == [
+        [student(1), student(2), teacher(1), teacher(2)],
+        [student(3)],
+        [student(4), teacher(6)],
+    ]
 
 
 def test_there_must_be_a_teacher() -> None:
@@ -246,3 +262,19 @@ def test_a_plan_refuses_a_teacher_that_does_not_fit() -> None:
     given = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=3)
     errors = " ".join(make_plan(settings(*given, pipeline_model_parallel_size=2), 2).errors)
     assert "big does not fit this run: pipeline_model_parallel_size=2" in errors
+
+
+def test_a_plan_counts_hidden_states_that_travel() -> None:
+    """Both ways, behind the activations: a student's 32 channels, and a teacher's 128."""
+    path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=8, hidden_size=128)
+    sent = []
+    for pairs in ([[1, 4]], [[1, 7]], [[4, 2]], [[1, 7], [4, 2]]):
+        asked = settings(path, teacher, pipeline_model_parallel_size=2)
+        asked.model["distillation"].update(intermediate_layer_pairs=pairs)
+        plan = make_plan(asked, 2)
+        assert plan.errors == ()
+        assert plan.batch is not None
+        sent.append([next(v.sent for v in stage.traffic if v.axis == "pp") for stage in plan.stages])
+    of_channel = 4 * 64 * plan.batch.num_microbatches * plan.batch.micro_batch_size
+    more = [[(own - first) / of_channel for own, first in zip(each, sent[0], strict=True)] for each in sent]
+    assert more == [[0, 0], [32, 32], [128, 128], [160, 160]]

@@ -34,6 +34,7 @@ from tests.support.rehearsed import (
     undigested_run,
 )
 from tests.support.thorough import thorough_but
+from tests.support.vision_models import CONFIGS, vision_folder
 
 ALLTOALL: dict[str, Any] = {"transformer": {"moe_token_dispatcher_type": "alltoall"}}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -81,6 +82,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "embedding-tp2-pp2": partial(embedding_run, "{llama}", 8, **TP2, **PP2),
     "reranking-tp2-pp2": partial(reranking_run, "{qwen2}", 8, **TP2, **PP2),
     "taught-tp2-pp2": partial(taught_run, "{llama}", "{llama}", 4, **TP2, **PP2),
+    "taught-images-pp2": partial(taught_run, "{qwen2_vl}", "{qwen2_vl}", 2, image_tokens=16, **PP2),
     "offloaded": partial(gpt_run, trainer=offloading_trainer, transformer=RECOMPUTE),
     "images-of-a-file": partial(file_run, PLANNED["images-qwen3_5-tp2-sp-bf16"].arguments, 2, image_tokens=192, **TP2),
     "images": partial(live_run, PLANNED["images-qwen2_5-bf16"]),
@@ -122,6 +124,7 @@ OPTIONS = {
     "rerankers (`MCoreReranker`": ("reranking-tp2-pp2",),
     "gated delta nets": ("delta-nets-tp2",),
     "Kimi delta attention": ("kimi-tp2",),
+    "vision-language students": ("taught-images-pp2",),
     "images and video, distributed": ("images", "images-tp2", "images-of-a-file"),
 }
 
@@ -134,7 +137,10 @@ def with_folders(build: Any) -> Any:
 
 
 def _folder(given: Any) -> Any:
-    return str(tiny_folder(given[1:-1])) if isinstance(given, str) and given.startswith("{") else given
+    if not isinstance(given, str) or not given.startswith("{"):
+        return given
+    name = given[1:-1]
+    return str(vision_folder(name) if name in CONFIGS else tiny_folder(name))
 
 
 def play(names: list[str]) -> dict[str, Played | Failure]:
