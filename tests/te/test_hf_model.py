@@ -87,6 +87,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("llama", TP2),
     "latent": ("deepseek_v3", TP2),
     "window": ("mistral", {"pipeline_model_parallel_size": 2}),
+    "experts": ("mixtral", {"expert_model_parallel_size": 2}),
 }
 
 
@@ -104,4 +105,18 @@ def test_padded_prompts_are_continued_with_a_cache_as_transformers_does() -> Non
         for name, (model, _) in LAYOUTS.items():
             tokens, _, widths = found[name]
             assert torch.equal(tokens, one[model][0]), name
+            assert widths[1:] == [1] * (len(widths) - 1), name
+
+
+def test_context_parallel_ranks_continue_padded_prompts_as_one_rank_of_the_torch_backend() -> None:
+    # In bf16, because TransformerEngine's attention splits no fp32 sequences
+    plugin = MCorePrecision("bf16-mixed")
+    folders = {name: str(tiny_folder(name)) for name in ("llama", "deepseek_v3")}
+    alone = {name: (path, {"precision_plugin": plugin}) for name, path in folders.items()}
+    split = {name: (path, {"precision_plugin": plugin, "context_parallel_size": 2}) for name, path in folders.items()}
+    one = run_ranks(1, write_each, alone)[0]
+    for found in run_ranks(2, write_with_transformer_engine, split, timeout=120):
+        for name in folders:
+            tokens, _, widths = found[name]
+            assert torch.equal(tokens, one[name][0]), name
             assert widths[1:] == [1] * (len(widths) - 1), name
