@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _Stateful  # private, but what Lightning saves a loader's state by
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loops.loop import _Loop
 
@@ -147,26 +148,39 @@ def begin_epoch(fit: Any, progress: LoopProgress, makes_iterator: bool) -> None:
         fit._resuming_from_checkpoint = False
 
 
-def load_loaders(fit: Any) -> None:
-    """Load the saved state of loaders that keep their own, if Lightning has not done so."""
+def load_loaders(fit: Any, chosen: Sequence[bool]) -> None:
+    """Load the saved state of the ``chosen`` loaders, which keep their own, if Lightning has not done so.
+
+    Raises ValueError if other loaders have been read already, because the loaders have no length.
+    """
     # Source: ``Trainer.estimated_stepping_batches`` (2.6) sets the loaders up before the loops are restored, and
-    # ``_FitLoop.setup_data`` loads their states only when it sets them up.
-    fit._combined_loader._load_state_dicts(fit._combined_loader_states_to_load)
+    # ``_FitLoop.setup_data`` loads their states only when it sets them up, and only in the middle of an epoch.
+    combined, fetcher = fit._combined_loader, fit._data_fetcher
+    combined._load_state_dicts(fit._combined_loader_states_to_load)
     fit._combined_loader_states_to_load = []
-    iter(fit._data_fetcher)
+    if all(chosen):
+        iter(fetcher)
+        return
+    iterators = _iterators_side_by_side(fetcher)
+    for index, (loader, is_chosen) in enumerate(zip(combined.flattened, chosen, strict=True)):
+        if is_chosen:
+            iterators[index] = iter(loader)
 
 
 def end_pass(fit: Any) -> None:
-    """Let the only loader reach the end of the epoch that its loaded state belongs to.
+    """Let loaders reach the end of the epoch that their loaded states belong to.
 
-    If Lightning knows the number of batches, the state is from before the last one, which is read again. Many loaders
+    If Lightning knows the number of batches, a state is from before the last one, which is read again. Many loaders
     treat a loaded state as the beginning of the next pass, and forget it only with the first batch of that pass.
     """
     # A loader of 6 batches, of which limit_train_batches=4 are read, was saved before its fourth: next() reads that
     # one. The next epoch begins with batch 0, or with batch 4 if the loader continues across epochs.
-    [loader] = fit._combined_loader.flattened
-    if fit._data_fetcher.length is not None and not getattr(loader, "counts_trained_batches", False):
-        next(fit._combined_loader._iterator.iterators[0], None)
+    if fit._data_fetcher.length is None:
+        return
+    iterators = fit._combined_loader._iterator.iterators
+    for loader, iterator in zip(fit._combined_loader.flattened, iterators, strict=True):
+        if isinstance(loader, _Stateful) and not getattr(loader, "counts_trained_batches", False):
+            next(iterator, None)
 
 
 def skip_batches(fetcher: Any, batches: int) -> None:
@@ -190,16 +204,22 @@ def skip_batches(fetcher: Any, batches: int) -> None:
 def skip_batches_of(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
     """Read and drop batches of the ``chosen`` loaders; the others are where they should be.
 
-    Raises ValueError if the loaders have no length, because Lightning has then read a batch of all of them already.
+    Raises ValueError as :func:`load_loaders` does.
     """
-    if fetcher.length is None:
-        raise ValueError(
-            "a dataloader with its own state cannot resume in the middle of an epoch together with one that has no"
-            " index or length; give both state_dict and load_state_dict, or resume from the end of an epoch"
-        )
-    for iterator, is_chosen in zip(fetcher.combined_loader._iterator.iterators, chosen, strict=True):
+    for iterator, is_chosen in zip(_iterators_side_by_side(fetcher), chosen, strict=True):
         for _ in range(batches if is_chosen else 0):
             next(iterator)
+
+
+def _iterators_side_by_side(fetcher: Any) -> list[Any]:
+    """Return the iterators of loaders; ValueError without a length, when Lightning has read a batch of all of them."""
+    if fetcher.length is None:
+        raise ValueError(
+            "a dataloader with its own state cannot resume together with one that has none, because the dataloaders"
+            " have no length; give all of them __len__, or state_dict and load_state_dict"
+        )
+    iterators: list[Any] = fetcher.combined_loader._iterator.iterators
+    return iterators
 
 
 def recount_batches(fit: Any, batches: int, length: int, remaining: int) -> None:

@@ -240,8 +240,8 @@ class ExactResume:
                 states = _states(loaders, number, is_fresh)
                 if begins_window:
                     self._states_of_window = number, states
-                # end_pass() reads one loader's last batch again.
-                self._states_before_last = states if is_last and len(loaders) == 1 else None
+                # end_pass() reads the last batch again.
+                self._states_before_last = states if is_last and all(kind_of(it) != "read" for it in loaders) else None
             before_fetch()
 
         self._restores.enter_context(mock.patch.object(fit.epoch_loop, "_on_before_fetch", keep))
@@ -254,8 +254,8 @@ class ExactResume:
                 f"the checkpoint was taken in the middle of an epoch over {len(restored.loaders)} dataloaders, but"
                 f" there are {num_loaders} now; resume with the dataloaders of the run that saved it"
             )
-        if fit._combined_loader_states_to_load and not self._trackers:
-            loop_progress.load_loaders(fit)
+        if fit._combined_loader_states_to_load:
+            loop_progress.load_loaders(fit, [kind == "stateful" for kind in restored.kinds])
         loop_progress.EndOfRestart.attach(fit.trainer)
         self._restores.callback(loop_progress.EndOfRestart.detach, fit.trainer)
         self._skip_batches(fit, restored)
@@ -283,10 +283,12 @@ class ExactResume:
     def _leave_epoch(self, fit: Any, restored: RankState) -> None:
         """Begin the next epoch, or end the one whose last validation has run."""
         fit._restarting = False  # otherwise Lightning would not step plateau schedulers at the end of this epoch
-        if fit._combined_loader_states_to_load and not self._trackers:
-            loop_progress.load_loaders(fit)
-        if restored.kinds == ["stateful"]:
-            loop_progress.end_pass(fit)
+        kinds = [kind_of(loader) for loader in fit._combined_loader.flattened]
+        if restored.loaders is None or kinds == restored.kinds:  # loaders of other kinds begin anew
+            if fit._combined_loader_states_to_load:
+                loop_progress.load_loaders(fit, [kind == "stateful" for kind in restored.kinds])
+            if "stateful" in kinds and restored.can_open_later and restored.loaders is not None:
+                loop_progress.end_pass(fit)
         if restored.is_between_epochs:
             loop_progress.begin_epoch(fit, restored.progress, restored.can_open_later)
             if restored.progress.waits:

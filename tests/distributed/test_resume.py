@@ -396,6 +396,15 @@ def mixed() -> CombinedLoader:
     return CombinedLoader({"own": Remembering(), "data": noisy(12, 2, shuffle=True), "read": Reader()}, "min_size")
 
 
+def beside() -> CombinedLoader:
+    """Return a loader that keeps its own state, beside one that does not."""
+    return CombinedLoader({"own": Remembering(), "data": noisy(24, 2, shuffle=True)}, "min_size")
+
+
+class CountingPairs(Pairs, Counting):
+    """Learns from two loaders, and asks for the length of the run early."""
+
+
 def own_batches(size: int) -> DataLoader[Batch]:
     """Return a loader with a batch sampler of the user's own."""
     return DataLoader(Noisy(size), batch_sampler=Shuffles(size))  # type: ignore[arg-type]
@@ -587,6 +596,12 @@ CASES: dict[str, Case] = {
         moments=("batch 1", "epoch 0"),
         trainer={"max_epochs": 3, "limit_train_batches": 4},
         world_size=1,
+    ),
+    "stateful-beside-counted": Case(
+        module=CountingPairs,
+        data=beside,
+        moments=("batch 2", "epoch 0", "batch 8"),
+        trainer={"max_epochs": 3},
     ),
     "stateful-validated": Case(
         module=Dropping,
