@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from lightning_mcore.config.value_checks import require_size
+
 LayerNorms = Literal["before", "around", "after", "parallel"]
 HeadNorms = Literal["all_heads", "after_rotation", "unweighted"]
 
@@ -321,6 +323,7 @@ def moe_layers(fields: Mapping[str, Any]) -> list[bool]:
         return [False] * num_layers
     frequency = fields.get("moe_layer_freq", 1)
     if isinstance(frequency, int):
+        require_size("moe_layer_freq", frequency)
         return [layer % frequency == 0 for layer in range(num_layers)]
     return [bool(flag) for flag in frequency]
 

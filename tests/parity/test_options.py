@@ -245,11 +245,10 @@ OPTIONS = (
         (Layout(tp=2, pp=2, sp=True),),
     ),
     Option(
-        "norms-around-zero + residual-after-the-norm + clamped-units",
+        "norms-around-zero + clamped-units",
         {
             "layernorm_zero_centered_gamma": True,
             "normalization": "LayerNorm",
-            "apply_residual_connection_post_layernorm": True,
             "activation_func": quick_gelu,  # megatron-core 0.20 clamps a gated SiLU only in experts
             "activation_func_clamp_value": 0.5,
             "glu_linear_offset": 1.0,

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_mcore.config.architecture import architecture_of
-from lightning_mcore.config.value_checks import require_choice
+from lightning_mcore.config.value_checks import require_choice, require_number, require_size
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -83,6 +83,7 @@ KERNELS: Collection[str] = frozenset(
 """Fields above that choose a kernel, a transport or a place in memory; without them only rounding changes."""
 
 NOT_AVAILABLE: Mapping[str, str] = {
+    "apply_residual_connection_post_layernorm": "megatron-core does not read it",
     **dict.fromkeys(
         ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
         "CUDA graphs need random states and batches that Megatron-LM's training loop prepares",
@@ -292,6 +293,9 @@ def _check_values(config: "TransformerConfig") -> None:
                 f"{name}={getattr(config, name)} is not a share of values to drop; choose 0 or more, below 1"
             )
     experts, topk = config.num_moe_experts, config.moe_router_topk
+    if experts:
+        require_size("moe_router_topk", topk)
+        _check_balancing(config)
     if experts and topk > experts:
         raise ValueError(f"moe_router_topk={topk} is more than num_moe_experts={experts}; choose {experts} or fewer")
     groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
@@ -311,11 +315,30 @@ def _check_values(config: "TransformerConfig") -> None:
         raise ValueError(
             f"moe_latent_size={latent} does not work with moe_shared_expert_overlap=True; leave one of them out"
         )
+
+
+RouterBalancing: TypeAlias = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+
+
+def _check_balancing(config: "TransformerConfig") -> None:
+    """Reject settings of a router's balancing that Megatron would ignore, so that experts would not be balanced."""
+    name = "moe_router_load_balancing_type"
     balancing, weight = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    if experts and balancing == "sinkhorn" and weight:
+    if isinstance(weight, list) and not isinstance(balancing, list):
         raise ValueError(
-            f"moe_aux_loss_coeff={weight} with moe_router_load_balancing_type='sinkhorn', which balances without"
-            " a loss; set it to 0, or choose 'aux_loss'"
+            f"moe_aux_loss_coeff={weight} with {name}={balancing!r}; give a number, or a list for each of them"
+        )
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    for kind in kinds:
+        require_choice(name, kind, RouterBalancing)
+        if kind == "sinkhorn" and len(kinds) > 1:
+            raise ValueError(f"{name}={balancing}: 'sinkhorn' routes tokens and cannot be one of several; leave it out")
+    for number in weight if isinstance(weight, list) else [weight]:
+        require_number("moe_aux_loss_coeff", number, at_least=0.0)
+    if balancing == "sinkhorn" and weight:
+        raise ValueError(
+            f"moe_aux_loss_coeff={weight} with {name}='sinkhorn', which balances without a loss; set it to 0, or choose"
+            " 'aux_loss'"
         )
 
 

@@ -160,6 +160,14 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
         {"moe_latent_size": 8, "num_moe_experts": 2, "moe_shared_expert_overlap": True},
         {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
         {"num_moe_experts": 2, "moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.01},
+        {"num_moe_experts": 2, "moe_router_load_balancing_type": "aux-loss", "moe_aux_loss_coeff": 0.01},
+        {"num_moe_experts": 2, "moe_aux_loss_coeff": [0.01, 0.1]}
+        | {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+        {"num_moe_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": [0.01]},
+        {"num_moe_experts": 2, "moe_aux_loss_coeff": -0.01},
+        {"num_moe_experts": 2, "moe_router_topk": 0},
+        {"num_moe_experts": 2, "moe_layer_freq": 0},
+        {"apply_residual_connection_post_layernorm": True},
         {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": True},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
         | {"pipeline_model_parallel_size": 2},
