@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the tokens of tokenizers: of a model and its teacher, and of a model and its training data."""
+"""Compare tokenizers: those of a model and its teacher, and a model's with its training data and their template."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lightning_mcore.hf.source import is_hub_name, local_folder
 
@@ -42,3 +43,33 @@ def difference_from_model(path: str | None, trained: Mapping[str, int]) -> str |
         f" {path} or have other numbers there, such as {first!r}; give the model's tokenizer, or copy"
         " your own into the exported folder, which gets the model's"
     )
+
+
+def lost_in_export(path: str, tokenizer: Any, template: str, end: int | None) -> Iterator[str]:
+    """Yield what the exported folder of ``path`` will not say about the named template that the data is written with.
+
+    ``end`` is the token that ends a turn under this template, if there is one.
+    """
+    if tokenizer.chat_template is None:
+        yield (
+            f"the data is written with the template {template!r}, but the exported folder gets the tokenizer of"
+            f" {path}, which has no chat template; set chat_template there, so that other programs write prompts like"
+            " the data"
+        )
+    if end is not None and end not in (tokenizer.eos_token_id, *_ends_of_text(path)):
+        mark = tokenizer.convert_ids_to_tokens(end)
+        yield (
+            f"the template {template!r} ends turns with {mark!r}, but the exported folder gets the tokenizer of {path}"
+            f" with eos_token={tokenizer.eos_token!r}, so other programs would not stop there; set eos_token in its"
+            " tokenizer_config.json, and eos_token_id in its generation_config.json"
+        )
+
+
+def _ends_of_text(path: str) -> list[int]:
+    """Return the tokens at which a model's generation config stops; none if it cannot be read."""
+    try:
+        with open(os.path.join(local_folder(path, weights=False), "generation_config.json"), encoding="utf-8") as file:
+            ends = json.load(file).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return []
+    return ends if isinstance(ends, list) else [ends]

@@ -39,6 +39,7 @@ from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
 from lightning_mcore.config.value_checks import plain_values, require_flag, require_size
+from lightning_mcore.data.finetuning.chat import ChatTemplate, end_of_turn
 from lightning_mcore.data.multimodal import INPUTS
 from lightning_mcore.hf.adapters import (
     adapted_model,
@@ -54,7 +55,7 @@ from lightning_mcore.hf.peft_tensors import can_stack
 from lightning_mcore.hf.pretrained import keep_wide, load_pretrained, pieces_of_module
 from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.hf.source import absolute, pretrained_settings, require_head
-from lightning_mcore.hf.tokens import difference_from_model
+from lightning_mcore.hf.tokens import difference_from_model, lost_in_export
 from lightning_mcore.layers import sampling
 from lightning_mcore.layers.activations import learn_activations
 from lightning_mcore.layers.gpt import GPTChunk
@@ -646,7 +647,7 @@ class MCoreGPT(SpeedLogs):
         return generation.continue_prompt(self, prompt, max_new_tokens, temperature, top_k, seed)
 
     def on_train_start(self) -> None:
-        """Warn if the data has another tokenizer than the model, or longer rows."""
+        """Warn if the data has another tokenizer than the model, a template that exports lack, or longer rows."""
         super().on_train_start()
         for warning in run_on_rank0(lambda: list(self._differences_from_data())):
             rank_zero_warn(warning)
@@ -658,6 +659,10 @@ class MCoreGPT(SpeedLogs):
         path = self.hparams["hf"] and self.hparams["hf"].get("path")
         if path and hasattr(tokenizer, "get_vocab") and (told := difference_from_model(path, tokenizer.get_vocab())):
             yield told
+        reading = getattr(data, "reading", None)
+        template = getattr(reading, "template", None)
+        if path and isinstance(template, ChatTemplate) and not getattr(reading, "documents", False):
+            yield from lost_in_export(path, tokenizer, template.name, end_of_turn(tokenizer, template))
         if isinstance(length, int) and length > self.seq_length:
             yield (
                 f"data.seq_length={length} is longer than the model's seq_length={self.seq_length}: rows are trained in"
