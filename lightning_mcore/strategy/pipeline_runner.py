@@ -311,7 +311,8 @@ class PipelineRunner:
             except StageOutput as stage:  # no error: this stage's part of the step is done
                 # No view of another tensor, because Megatron frees the memory once it has sent the activations.
                 needs_grad = stage.value.requires_grad
-                return make_viewless_tensor(stage.value, needs_grad, keep_graph=needs_grad), None
+                sent = stage.value.contiguous()  # gloo and NCCL send nothing else
+                return make_viewless_tensor(sent, needs_grad, keep_graph=needs_grad), None
             if get_loss is not None:
                 return get_loss(microbatch, output)
             # Forward only, but Megatron still calls a loss function, and keeps what it reports: here the output.

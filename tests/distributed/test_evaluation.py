@@ -5,6 +5,7 @@ What is logged is compared with the same numbers over the samples themselves, co
 """
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -103,6 +104,40 @@ def test_every_sample_counts_once_whatever_the_size(staged: bool, world_size: in
             if parts == 1:  # otherwise a rank has the error of a part of the sequence
                 assert logged["min"] == pytest.approx(known.min().item(), rel=1e-6), case
                 assert logged["max"] == pytest.approx(known.max().item(), rel=1e-6), case
+
+
+class Holder:
+    """A batch in which Lightning finds no tensors."""
+
+    def __init__(self, rows: list[Batch]) -> None:
+        self.x = torch.stack([row["x"] for row in rows])
+
+
+def ragged(rows: list[Batch]) -> Batch:
+    """Return a batch with ``index + 1`` rows of each sample."""
+    return {"x": torch.cat([row["x"].expand(int(row["index"]) + 1, -1, -1) for row in rows])}
+
+
+class RowCounting(PlainNet):
+    """Logs how many rows the batches have."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        x = batch.x if isinstance(batch, Holder) else batch["x"]
+        self.log("rows", float(len(x)), reduce_fx="sum", sync_dist=True, batch_size=1)
+
+
+@on_ranks(2)
+def test_batches_with_any_number_of_rows_for_each_sample_stay_whole() -> None:
+    sizes = {8: 8, 7: 8}  # 7 samples on 2 ranks: one has the first sample again, which cannot be cut off
+    for size, seen in sizes.items():
+        for collate, rows in ((Holder, seen), (ragged, sum(range(1, size + 1)) + seen - size)):
+            trainer = make_trainer({})
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.validate(RowCounting(), loader(size, 2, collate_fn=collate), verbose=False)
+            assert trainer.callback_metrics["rows"] == rows, f"{collate.__name__} of {size}"
+            told = any("count twice" in str(warning.message) for warning in caught)
+            assert told == (size == 7 and trainer.global_rank == 1)
 
 
 # Several loaders, loaders of the user's own, the sanity check

@@ -345,3 +345,23 @@ def test_a_run_may_resume_with_the_short_batch_that_ends_an_epoch(tmp_path: Path
     assert [len(batch) for batch in whole.batches] == [4, 4, 2]
     assert rest.batches == whole.batches[2:]
     assert rest.losses == whole.losses[2:]
+
+
+class TurnedNet(StagedNet):
+    """Hands on activations whose last two dimensions are swapped in memory."""
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
+        chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        if not post_process:
+            chunk.register_forward_hook(lambda _, __, hidden: hidden.transpose(1, 2).contiguous().transpose(1, 2))
+        return chunk
+
+
+@on_ranks(2)
+def test_a_stage_may_return_a_tensor_that_is_not_contiguous() -> None:
+    trained = []
+    for net in (StagedNet(), TurnedNet()):
+        make_trainer(PP2, max_steps=2, limit_val_batches=1).fit(net, loader(4, 2), loader(4, 2))
+        trained.append(list(net.parameters()))
+    for expected, found in zip(*trained, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -190,6 +190,15 @@ class Filled(OwnNet):
 """
 
 
+# Run on two stages, then on one: all four layers were saved, each under its own number.
+_SAVE_OR_LOAD = """
+    if sys.argv[1] == "mcore":
+        trainer.save_checkpoint("own.ckpt")
+    else:
+        assert len(Filled.load_from_checkpoint("own.ckpt").model.chunks[0].layers) == 4
+"""
+
+
 @pytest.mark.slow
 def test_own_layers_train_the_same_in_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "net.py"
@@ -197,7 +206,7 @@ def test_own_layers_train_the_same_in_a_pipeline(tmp_path: Path, capsys: pytest.
     # Lightning shuffles for distributed strategies, and logs the last microbatch's loss where a pipeline logs the mean
     same = "accumulate_grad_batches=1, use_distributed_sampler=False"
     train = _TRAIN_NET.replace("Net()", "Filled()").replace("accumulate_grad_batches=2", same)
-    script.write_text(code + _FILLED + train)
+    script.write_text(code + _FILLED + train + _SAVE_OR_LOAD)
     losses = []
     for strategy, ranks in ("mcore", 2), ("auto", 1):
         output = run_on_ranks(capsys, ranks, str(script), strategy, folder=tmp_path)

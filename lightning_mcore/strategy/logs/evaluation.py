@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
@@ -74,6 +76,7 @@ class RepeatedRows:
 
     def __init__(self) -> None:
         self._num_batches: Counter[int] = Counter()
+        self._rows_per_sample: dict[int, float | None] = {}  # by dataloader; None if unknown, or if samples differ
         self.place = (0, 0)  # of the last batch that was cut, and of its dataloader
         self.whole_batch = False  # that batch has only repeated samples
         self.only_batch = False  # and this rank has no other batch
@@ -82,6 +85,7 @@ class RepeatedRows:
     def start(self) -> None:
         """Start a run over the evaluation dataloaders."""
         self._num_batches.clear()
+        self._rows_per_sample.clear()
         self.place = (0, 0)
         self.whole_batch = self.only_batch = False
         self.rows_before = 0
@@ -90,7 +94,8 @@ class RepeatedRows:
         """Return the next batch of a dataloader without repeated samples.
 
         A batch of only repeated samples is returned unchanged, and :attr:`whole_batch` is set. If several loaders are
-        read in parallel, no batch is cut.
+        read in parallel, no batch is cut. A batch is not cut either, with a warning, if its samples have different
+        numbers of rows or its rows cannot be counted.
         """
         assert loaders is not None, "evaluation runs over dataloaders"
         # Counted here, because Lightning's hooks that move a batch do not get its index.
@@ -105,13 +110,33 @@ class RepeatedRows:
         self.rows_before = 0
         if not new or dataloader.batch_size is None:
             return batch
-        rows = extract_batch_size(batch)
-        if rows % samples == 0:
-            new *= rows // samples  # a sample may have several rows, such as the answers of a pair
-        if new >= rows:
+        rows = _num_rows(batch)
+        per_sample = None if rows is None else rows / samples  # 2 for the answers of a pair
+        if self._rows_per_sample.setdefault(dataloader_idx, per_sample) != per_sample:
+            self._rows_per_sample[dataloader_idx] = None
+        if new == samples:
             return batch
+        per_sample = self._rows_per_sample[dataloader_idx]
+        if rows is None or per_sample is None or not per_sample.is_integer():
+            warnings.warn(
+                f"the last batch repeats {samples - new} of its {samples} samples, so that all ranks have as many"
+                " batches, and these samples count twice, as under ddp: they cannot be cut off, because samples have"
+                " different numbers of rows, or the batch is not made of tensors; use a batch size that divides the"
+                " data, or your own sampler",
+                stacklevel=2,
+            )
+            return batch
+        new *= int(per_sample)
         self.rows_before = rows
         return rows_of(batch, rows, 0, new)
+
+
+def _num_rows(batch: Any) -> int | None:
+    """Return the rows of a batch; None for a batch without tensors that Lightning can find."""
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:
+        return None
 
 
 @contextlib.contextmanager
