@@ -563,6 +563,11 @@ class MCoreStrategy(DDPStrategy):
 
     # ---- collectives: metrics over the data-parallel ranks, decisions over the world
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; after an exception on only some ranks, return at once, because the others do not come."""
+        if rank_watch.collectives_usable():
+            super().barrier(*args, **kwargs)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks; ranks of one model copy already hold the same value."""
         # PipelineLogs logs merged values with ALREADY_MERGED, a string, as their group.
