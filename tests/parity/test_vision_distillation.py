@@ -213,7 +213,7 @@ LAYOUTS: dict[str, tuple[Layout, tuple[Run, ...], bool]] = {  # by id; the last 
     f"{MORE}pp2-packed": (Layout(pp=2, first=3), (("top", "qwen2_vl", ()), ("js", "qwen3_vl", FROZEN)), True),
     f"{MORE}pp2-vp2": (Layout(pp=2, vp=2), (("js", "qwen2_vl", ()),), False),
     f"{MORE}cp2": (Layout(cp=2), (("js", "qwen2_vl", ()), ("top", "qwen3_vl", FROZEN)), False),
-    f"{MORE}dp2": (Layout(dp=2, distributed_optimizer=True), (("js", "qwen3_vl", FROZEN),), False),
+    f"{MORE}dp2": (Layout(dp=2, overlap=True), (("js", "qwen3_vl", FROZEN),), False),
     f"{MORE}ep2": (Layout(moe=True, dp=2, ep=2), (("js", "qwen3_vl_moe", ()),), False),
     f"{MORE}tp2-pp2": (Layout(tp=2, pp=2, sp=True, first=3), (("top", "qwen2_vl", ()), ("js", "qwen3_vl", ())), False),
     f"{MORE}tp2-cp2": (Layout(tp=2, cp=2), (("js", "qwen3_vl", ()),), True),
