@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from lightning_mcore.strategy.gradient_settings import GradientSettings
 from lightning_mcore.strategy.precision import MCorePrecision
+from lightning_mcore.strategy.strategy import MCoreStrategy
 from tests.support.sentences import refuses
 
 NAMES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
@@ -136,3 +138,13 @@ def test_the_table_of_precisions(
     fields = precision.megatron_fields()
     dtypes = {"params_dtype": dtype, "pipeline_dtype": dtype}
     assert fields == {"bf16": kind == "bf16", "fp16": kind == "fp16", **dtypes}
+
+
+def test_a_rank_that_failed_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(DDPStrategy, "barrier", lambda _, name=None: waits.append(name))
+    strategy = MCoreStrategy()
+    strategy.barrier("in a run")
+    monkeypatch.setattr("lightning_mcore.parallel.rank_watch.collectives_usable", lambda: False)
+    strategy.barrier("after an exception")  # as in trainer.save_checkpoint, called by OnExceptionCheckpoint
+    assert waits == ["in a run"]
