@@ -88,6 +88,19 @@ def configure_optimizers(
     return optimizers, schedulers
 
 
+def check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
+    """Raise ``ValueError`` if ranks have different numbers of parameter groups; given those of each rank's optimizers.
+
+    Megatron, schedules and checkpoints find a group by its number.
+    """
+    for rank, numbers in enumerate(of_ranks):
+        if numbers != of_ranks[0]:
+            raise ValueError(
+                f"configure_optimizers returns {of_ranks[0]} parameter groups on rank 0, but {numbers} on rank {rank};"
+                " return the same groups on every rank, with 'params': [] where a stage has no parameters of a group"
+            )
+
+
 def make_optimizer(user: Optimizer, chunks: Sequence[WrappedChunk], setting: OptimizerSetting) -> MCoreOptimizer:
     """Put Megatron's step behind a torch optimizer and return it, as an instance of the user's class; collective.
 

@@ -730,6 +730,21 @@ def test_an_optimizer_without_parameters_on_one_stage_fails_on_both() -> None:
         run_fit(FrozenStage(trainable_only), PP2, loader(4, 2))
 
 
+class NoEmptyGroups(StagedNet):
+    """Leaves out the groups that are empty on a stage: only the first has an embedding."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        embedding = [p for name, p in self.named_parameters() if "embedding" in name]
+        others = [p for name, p in self.named_parameters() if "embedding" not in name]
+        return torch.optim.AdamW([{"params": group} for group in (embedding, others) if group], lr=0.01)
+
+
+@on_ranks(2, timeout=30)
+def test_groups_that_only_one_stage_has_are_rejected_on_both() -> None:
+    with refuses((ValueError, RuntimeError), "on rank 0, but [1] on rank 1"):
+        run_fit(NoEmptyGroups(), PP2, loader(4, 2))
+
+
 class UnfreezeLater(pl.Callback):
     """Adds a group in the second epoch, as BaseFinetuning does."""
 
