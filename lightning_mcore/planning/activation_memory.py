@@ -144,7 +144,7 @@ def _adapters(fields: GPTFields, form: Formats, prefix: str) -> Iterator[Row]:
 
 
 def rotation_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
-    """Yield the cosines and sines that the layers of a chunk share; see :func:`layer_rows`."""
+    """Yield the cosines and sines that all layers share, and all dense microbatches; see :func:`layer_rows`."""
     if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
         yield Row("cosines and sines", 2 * fields.rotary_channels, form.parameter, "nobody", of_rows=form.packed)
 
@@ -333,13 +333,15 @@ class Activations:
         chunks = [self._chunk(chunk) for chunk in run.stages[pipeline_rank]]
         kept = [of_chunk for of_chunk, _ in chunks]
         moments = in_flight(run.timeline, pipeline_rank)
-        return round(max(float(sum(map(mul, counts, kept))) + chunks[index][1] for counts, index in moments))
+        shared = 0.0 if run.formats.packed else self._weigh(rotation_rows(run.fields, run.formats))
+        return round(shared + max(float(sum(map(mul, counts, kept))) + chunks[index][1] for counts, index in moments))
 
     def _chunk(self, chunk: ChunkLayers) -> tuple[float, float]:
         """Return the bytes that forward keeps of a microbatch, and those that backward's worst moment takes beside."""
         run, fields, form = self.run, self.run.fields, self.run.formats
         kept, in_layers = self._layers(chunk)
-        kept += self._weigh(rotation_rows(fields, form))
+        if form.packed and fields.recompute_granularity != "full":  # each microbatch has its own
+            kept += self._weigh(rotation_rows(fields, form))
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
         output = self._output if chunk.output else 0.0
         output += self._multi_token_bytes() * chunk.mtp

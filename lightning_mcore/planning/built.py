@@ -33,6 +33,7 @@ from lightning_mcore.config.rules.model import KERNELS, NEEDS_CUDA, NEEDS_TRANSF
 from lightning_mcore.hf.weight_map import held_rectangle
 from lightning_mcore.layers.indexer import Indexer
 from lightning_mcore.layers.latent_experts import WholeLinear
+from lightning_mcore.layers.spec import attention_environment_restored
 from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
@@ -91,10 +92,11 @@ def alone(experts: int = 1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Put layers on the meta device inside the ``with`` block, and keep Megatron's warnings for the run."""
+    """Put layers on the meta device inside the ``with`` block, and leave warnings and environment to the run."""
     meta = torch.device("meta")
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_runtime())
+        stack.enter_context(attention_environment_restored())
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=meta))
         # Random states are of a device, and there are no values to draw.
         nothing = contextlib.nullcontext()

@@ -27,7 +27,7 @@ from tests.support import factory_images as images
 from tests.support.chats import characters, exchanges, write
 from tests.support.hf_models import save_tiny
 from tests.support.toy import Memory, make_trainer
-from tests.support.vision_models import vision_folder
+from tests.support.vision_models import save_vision
 
 Names = dict[str, Any]
 CALLS: dict[str, tuple[int, Callable[[Names], None]]] = {}
@@ -166,8 +166,10 @@ def plan(page: Names) -> None:
 @of_page("distillation", ranks=4)
 def distillation(page: Names) -> None:
     page["distill"]("base", "base", "chats.jsonl", seq_length=64, accelerator="cpu")
-    seeing = str(vision_folder("qwen2_vl"))
-    assert page["vision_student"](seeing, seeing).teacher.takes_images
+    if torch.distributed.get_rank() == 0:  # transformers writes on this rank only
+        save_vision("qwen2_vl", Path("seeing"))
+    torch.distributed.barrier()
+    assert page["vision_student"]("seeing", "seeing").teacher.takes_images
 
 
 @of_page("preference", ranks=8)

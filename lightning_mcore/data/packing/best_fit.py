@@ -283,7 +283,7 @@ def pack_parts(lengths: NDArray[Any] | Sequence[int], row_length: int, multiple:
         return PackedParts(rows, np.arange(len(rows) + 1), most)
     # Rows of 8 and two parts. Lengths 6 2 | 3 1 3 1: the first row has a long sample, so it is one part. The samples of
     # the second are packed into parts of 4, here 3 1 and 3 1, which make one row.
-    is_long = _sums((lengths.reshape(len(lengths), -1).sum(1) > row_length // most).astype(float), rows) > 0
+    is_long = _sums((_of_samples(lengths) > row_length // most).astype(float), rows) > 0
     parts = _packed(lengths, _chosen(rows, ~is_long).order, row_length // most)
     dearest_first = np.argsort(-_sums(_squares(lengths), parts), kind="stable")
     fill = len(parts) // most * most
@@ -310,6 +310,11 @@ def _packed(lengths: NDArray[Any], samples: NDArray[np.int64], row_length: int, 
     return PackedRows(samples[rows.order], rows.offsets)
 
 
+def _of_samples(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the sum over the sequences of each sample, [samples]; ``values`` are [samples] or [samples, n]."""
+    return values if values.ndim == 1 else values.sum(1)
+
+
 def _padded(lengths: NDArray[Any], multiple: Any) -> NDArray[np.int64]:
     padded: NDArray[np.int64] = -(-lengths.astype(np.int64) // multiple) * multiple
     return padded
@@ -317,8 +322,7 @@ def _padded(lengths: NDArray[Any], multiple: Any) -> NDArray[np.int64]:
 
 def _squares(lengths: NDArray[Any]) -> NDArray[np.float64]:
     """Return the sum of the squared lengths of each sample, [samples]."""
-    squares: NDArray[np.float64] = np.square(lengths.astype(np.float64)).reshape(len(lengths), -1).sum(1)
-    return squares
+    return _of_samples(np.square(lengths.astype(np.float64)))
 
 
 def _sums(values: NDArray[np.float64], rows: PackedRows) -> NDArray[np.float64]:

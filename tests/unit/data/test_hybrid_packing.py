@@ -183,6 +183,12 @@ def test_a_stream_fills_long_rows_and_holds_back_no_more_than_told() -> None:
     assert packer.statistics.fill >= 0.995
 
 
+def test_a_stream_without_samples_has_no_rows() -> None:
+    packer = OnlinePacker(ROW, parts=2)
+    assert [*packer.flush(), *packer.flush()] == []
+    assert pack([], ROW, parts=2) == []
+
+
 def test_the_parts_of_a_row_are_checked() -> None:
     for pack_with in (lambda parts: pack([[1, 2]], ROW, parts=parts), lambda parts: OnlinePacker(ROW, parts=parts)):
         with refuses(ValueError, "does not divide into parts=3"):

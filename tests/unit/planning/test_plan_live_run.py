@@ -2,6 +2,7 @@
 """A plan from Python objects is the plan of the same run as plain data."""
 
 import logging
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -177,6 +178,12 @@ def test_megatron_warns_in_the_run_and_not_in_its_plan(caplog: pytest.LogCapture
     logger.warning("in the run")
 
     assert [record.message for record in caplog.records] == ["in the run"]
+
+
+def test_a_plan_leaves_the_attention_backend_to_the_run() -> None:
+    before = dict(os.environ)
+    plan_of(trainer_with(MCoreStrategy()), Net(DENSE | {"attention_backend": "local"}, tied=False), batch_size=2)
+    assert dict(os.environ) == before
 
 
 def test_a_module_whose_model_needs_values_is_refused() -> None:
