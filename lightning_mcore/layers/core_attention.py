@@ -268,11 +268,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
                 "batches; leave out cp_group and local_cp_size"
             )
         size = 1 if self.cp_group is None or boundaries.is_whole else self.cp_group.size()
-        if query.size(0) * size != boundaries.offsets[-1]:
-            raise ValueError(
-                f"packed sequences of {boundaries.offsets[-1]} tokens, padding included, do not make up a row of "
-                f"{query.size(0) * size}; make cu_seqlens_q_padded end with the row"
-            )
+        boundaries.check_row(query.size(0) * size)
         return boundaries
 
 

@@ -2,7 +2,7 @@
 """Megatron's linear layers during generation: the product alone, which is all that they compute.
 
 Megatron runs each product in an autograd function, between two more for the communication of tensor-parallel ranks,
-also if there is only one rank and no gradient. For a single token they take longer than the product.
+even with one rank and no gradient. For a single token they take longer than the product.
 """
 
 import contextlib

@@ -14,12 +14,13 @@ Source: ``PackedSeqParams`` (megatron.core.packed_seq_params, 0.16.1 and 0.19.2)
 ``cu_seqlens_q_padded``: sequence ``i`` starts at ``padded[i]``, and its first ``cu[i + 1] - cu[i]`` tokens are real.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_mcore.layers.host_values import known_values
 from lightning_mcore.parallel.context import are_whole, check_packed_offsets, packed_positions
@@ -27,7 +28,7 @@ from lightning_mcore.parallel.context import are_whole, check_packed_offsets, pa
 _BOUNDARIES = "_boundaries_on_the_host"
 OF_ROWS = ("cu_seqlens", "cu_seqlens_padded")
 """The boundaries in a packed batch."""
-_HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}  # 0.16 lacks it
+_HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {each.name for each in fields(PackedSeqParams)}  # 0.16 lacks it
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Boundaries:
     offsets: tuple[int, ...]  # where the sequences begin, padding included, and where the last one ends: n + 1
     lengths: tuple[int, ...]  # real tokens
     is_whole: bool = False  # whether context-parallel ranks have different sequences, which none of them shares
+    # What attention keeps of these offsets' rotary positions, by angles (rotation.py); it ends with the microbatch
+    rotations: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary, compare=False, repr=False)
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
@@ -47,6 +50,14 @@ class Boundaries:
     def has_padding(self) -> bool:
         """Whether any token is padding."""
         return sum(self.lengths) != self.offsets[-1]
+
+    def check_row(self, tokens: int) -> None:
+        """Raise ValueError if the sequences do not make up a row of ``tokens``."""
+        if tokens != self.offsets[-1]:
+            raise ValueError(
+                f"packed sequences of {self.offsets[-1]} tokens, padding included, do not make up a row of {tokens}; "
+                "make cu_seqlens_q_padded end with the row"
+            )
 
 
 @dataclass

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions in the torch backend's attention, with cosines and sines that all layers share.
+"""Rotary positions: attention that rotates queries and keys with cosines and sines that all layers share.
 
-Megatron's attention computes cosines and sines twice in each layer, for packed rows also the angles of each sequence.
-It cuts off the channels that are not rotated, and joins them again even if there are none, which copies each head in
-forward, and twice in backward. :class:`RotatedAttention` computes the same numbers, bit for bit, in fewer steps.
+Megatron's attention computes the same cosines and sines twice in each layer. For packed rows it first puts together the
+angles of each sequence, also twice. It splits each head into channels that are rotated and channels that are not, and
+joins them again, even if all are rotated: that is a copy in forward and two in backward. :class:`RotatedAttention`
+computes the cosines and sines once for all layers, and splits a head only if some channels are not rotated. Numbers
+are the same, bit for bit. Both backends use it; with ``apply_rope_fusion``, a fused kernel rotates instead.
 """
 
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -87,30 +90,44 @@ class RotatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
         return rotate(query, tables, interleaved), rotate(key, tables, interleaved), *others
 
     def _tables(self, query: Tensor, angles: Tensor, boundaries: Boundaries | None) -> Tables:
-        """Return the tables of these angles, which are kept with them for the next layer."""
+        """Return the tables of these angles, which are kept for the next layer.
+
+        They are kept as long as the angles; those of packed rows only as long as the boundaries, because Megatron keeps
+        the angles of the last 32 lengths.
+        """
+        key = (self._scale, query.dtype)
+        kept: MutableMapping[Any, tuple[Any, Tables]] = vars(angles) if boundaries is None else boundaries.rotations
+        name = _KEPT if boundaries is None else angles
+        if name in kept and kept[name][0] == key:
+            return kept[name][1]
         group = self.pg_collection.cp
-        share = None if boundaries is None else (group.rank(), group.size(), query.size(0), boundaries)
-        key = (self._scale, query.dtype, share)
-        known: tuple[Any, Tables] | None = getattr(angles, _KEPT, None)
-        if known is not None and known[0] == key:
-            return known[1]
         with torch.inference_mode(False), torch.no_grad():  # angles of a validation are those of training
-            turns = angles if share is None else _of_packed(angles, *share)
+            turns = angles
+            if boundaries is not None:
+                turns = _of_packed(angles, group.rank(), group.size(), query.size(0), boundaries)
             tables = Tables.of(turns, self._scale, query.dtype, self.config.rotary_interleaved)
-        setattr(angles, _KEPT, (key, tables))
+        kept[name] = key, tables
         return tables
 
 
 def _of_packed(angles: Tensor, rank: int, size: int, tokens: int, boundaries: Boundaries) -> Tensor:
     """Return the angles of a context-parallel rank's tokens of a packed row, [t, 1, 1, channels].
 
-    ``angles`` are of a sequence, or of all places of the row.
+    ``angles`` are of a sequence, or of all places of the row. Raises ValueError if a sequence has more tokens than
+    they, or the sequences do not make up the row.
     """
+    boundaries.check_row(tokens * size)
     offsets = torch.tensor(boundaries.offsets).to(angles.device, non_blocking=True)
     places = packed_positions(offsets, tokens * size, rank, size)
     if angles.size(0) != boundaries.offsets[-1]:
+        longest = max(boundaries.padded_lengths)
+        if longest > angles.size(0):
+            raise ValueError(
+                f"packed_seq_params has a max_seqlen of {angles.size(0)}, but its longest sequence has {longest} "
+                f"tokens, padding included; set max_seqlen_q and max_seqlen_kv to {longest}"
+            )
         places = places - offsets[sequence_at(offsets, places)]
-    return angles.index_select(0, places.clamp(max=angles.size(0) - 1))  # wrong boundaries raise in core attention
+    return angles.index_select(0, places)
 
 
 def rotate(heads: Tensor, tables: Tables, interleaved: bool) -> Tensor:

@@ -304,7 +304,10 @@ def with_bias(linear: type[nn.Module]) -> type[nn.Module]:
 
 
 def change_ends(chunk: Any, architecture: Architecture) -> None:
-    """Scale the embedding and logits of a ``GPTChunk``, cap its logits, and stretch its positions."""
+    """Scale the embedding and logits of a ``GPTChunk``, cap its logits, stretch and share its positions."""
+    windows = [each for each in chunk.modules() if isinstance(each, VariantAttention) and each.rotation is not None]
+    for attention in windows:
+        attention.rotation = windows[0].rotation  # so that these layers share the cosines and sines of its angles
     if architecture.stretch is not None:
         chunk.rotary_pos_emb = StretchedRotation(chunk.rotary_pos_emb, chunk.rotary_base, architecture.stretch)
     if architecture.embedding_scale != 1.0 and hasattr(chunk, "embedding"):

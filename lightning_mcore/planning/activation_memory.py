@@ -146,7 +146,10 @@ def _adapters(fields: GPTFields, form: Formats, prefix: str) -> Iterator[Row]:
 def rotation_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
     """Yield the cosines and sines that all layers share, and all dense microbatches; see :func:`layer_rows`."""
     if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
-        yield Row("cosines and sines", 2 * fields.rotary_channels, form.parameter, "nobody", of_rows=form.packed)
+        width = 2 * fields.rotary_channels
+        yield Row("cosines and sines", width, form.parameter, "nobody", of_rows=form.packed)
+        if fields.architecture.window_rotary_base is not None:
+            yield Row("those of windows", width, form.parameter, "nobody", of_rows=form.packed)
 
 
 def embedding_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions: bit for bit what Megatron's attention computes, with tables that layers share."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -8,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from lightning_mcore import MCoreGPT
 from lightning_mcore.layers import rotation
 from lightning_mcore.layers.packed_sequences import PackedSequences, packed_sequences
 from lightning_mcore.layers.session import single_process
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 HEADS, SIZE, TOKENS = 4, 8, 24
 OFFSETS = (0, 8, 12, 24)  # two context-parallel ranks share each sequence in slices of 2, 1 and 3
@@ -72,7 +76,6 @@ def test_heads_and_gradients_are_megatrons_bit_for_bit(
 TRANSFORMER = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": HEADS, "num_query_groups": 2}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 def test_layers_share_tables_and_compute_what_megatrons_attention_does(is_packed: bool) -> None:
     module = MCoreGPT(64, TOKENS, {**TRANSFORMER, "no_rope_freq": [0, 1, 0]})
@@ -100,3 +103,48 @@ def test_layers_share_tables_and_compute_what_megatrons_attention_does(is_packed
 
     for value, other in zip(found, expected, strict=True):
         assert torch.equal(value, other)
+
+
+def test_tables_of_packed_rows_end_with_their_microbatch() -> None:
+    module = MCoreGPT(64, TOKENS, {**TRANSFORMER, "mtp_num_layers": 1})
+    tokens = torch.arange(TOKENS)[None]
+    real, padded = torch.tensor([[0, 5, 9, 20]]), torch.tensor([OFFSETS])  # multi-token prediction ignores padding
+    made: list[weakref.ref[Tensor]] = []
+    compute = rotation.Tables.of
+
+    def watched(*args: Any) -> rotation.Tables:
+        tables = compute(*args)
+        made.append(weakref.ref(tables.cosines))
+        return tables
+
+    with single_process(), mock.patch.object(rotation.Tables, "of", watched), torch.no_grad():
+        module.configure_model()
+        chunk: Any = module.model.chunks[0]
+        microbatch = packed_sequences(real, padded, TOKENS)
+        for _ in range(2):
+            chunk(tokens, tokens, None, labels=tokens, packed_seq_params=microbatch)
+        assert len(made) == 1  # all layers and both passes share them
+        assert made[0]() is not None
+        del microbatch
+        assert made[0]() is None
+
+
+def test_layers_with_a_window_share_tables_of_their_own() -> None:
+    windows = {"window_size": [4, 0], "window_attn_skip_freq": [1, 1, 0]}
+    module = MCoreGPT(64, TOKENS, {**TRANSFORMER, **windows}, architecture={"window_rotary_base": 500.0})
+    tokens = torch.arange(TOKENS)[None]
+    with single_process(), mock.patch.object(torch, "cos", wraps=torch.cos) as cosines:
+        module.configure_model()
+        module.model.chunks[0](tokens, tokens, None)
+    assert cosines.call_count == 2
+
+
+def test_a_sequence_longer_than_max_seqlen_raises() -> None:
+    module = MCoreGPT(64, TOKENS, TRANSFORMER)
+    tokens = torch.arange(TOKENS)[None]
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    params = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=8, max_seqlen_kv=8)
+    with single_process():
+        module.configure_model()
+        with pytest.raises(ValueError, match="has a max_seqlen of 8, but its longest sequence has 12 tokens"):
+            module.model.chunks[0](tokens, tokens, None, packed_seq_params=params)
