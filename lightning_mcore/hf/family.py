@@ -330,7 +330,7 @@ def _normal_form(whole: Mapping[str, Any]) -> dict[str, Any]:
     }
     if whole["moe_router_topk_scaling_factor"] == 1.0:
         said["moe_router_topk_scaling_factor"] = None
-    if whole["moe_router_load_balancing_type"] != "sinkhorn":  # only sinkhorn changes how tokens are routed
+    if whole["moe_router_load_balancing_type"] not in ("sinkhorn", "quantile_balancing"):  # which route tokens
         said["moe_router_load_balancing_type"] = "aux_loss"
     rotated = rotated_layers(whole)
     said["no_rope_freq"] = None if all(rotated) else tuple(not flag for flag in rotated)

@@ -125,7 +125,8 @@ class MCoreVisionDistillation(MCoreDistillation, MCoreVisionGPT):
         assert isinstance(teacher, VisionTeacher)
         if self.vision.times_as(teacher.vision):
             return found
-        return {**found, _POSITIONS: with_vision(batch, teacher.vision)["rope_positions"]}
+        without = {name: value for name, value in batch.items() if name != "rope_positions"}  # the student's
+        return {**found, _POSITIONS: with_vision(without, teacher.vision)["rope_positions"]}
 
     def _arguments_of_teacher(self, batch: Batch) -> dict[str, Any]:
         if _POSITIONS not in batch:

@@ -317,7 +317,10 @@ def _check_values(config: "TransformerConfig") -> None:
         )
 
 
-RouterBalancing: TypeAlias = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+RouterBalancing: TypeAlias = Literal[
+    "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"
+]
+_QUANTILES = "quantile_balancing"
 
 
 def _check_balancing(config: "TransformerConfig") -> None:
@@ -331,15 +334,33 @@ def _check_balancing(config: "TransformerConfig") -> None:
     kinds = balancing if isinstance(balancing, list) else [balancing]
     for kind in kinds:
         require_choice(name, kind, RouterBalancing)
-        if kind == "sinkhorn" and len(kinds) > 1:
-            raise ValueError(f"{name}={balancing}: 'sinkhorn' routes tokens and cannot be one of several; leave it out")
+        if kind in ("sinkhorn", _QUANTILES) and isinstance(balancing, list):
+            raise ValueError(
+                f"{name}={balancing}: {kind!r} routes tokens and cannot be in a list; give it alone, or leave it out"
+            )
     for number in weight if isinstance(weight, list) else [weight]:
         require_number("moe_aux_loss_coeff", number, at_least=0.0)
-    if balancing == "sinkhorn" and weight:
+    if balancing in ("sinkhorn", _QUANTILES) and weight:
         raise ValueError(
-            f"moe_aux_loss_coeff={weight} with {name}='sinkhorn', which balances without a loss; set it to 0, or choose"
-            " 'aux_loss'"
+            f"moe_aux_loss_coeff={weight} with {name}={balancing!r}, which balances without a loss; set it to 0, or"
+            " choose 'aux_loss'"
         )
+    if balancing != _QUANTILES:
+        return
+    if not hasattr(config, "moe_router_quantile_balancing_ema"):
+        raise ValueError(
+            f"{name}={balancing!r} needs a newer megatron-core than the one installed, such as 0.19.2; update it, or"
+            " choose 'aux_loss'"
+        )
+    # Megatron fails on the first three in the first step, and ignores the last.
+    for other in (
+        "moe_router_fusion",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_enable_expert_bias",
+    ):
+        if getattr(config, other):
+            raise ValueError(f"{other}={getattr(config, other)} does not work with {name}={balancing!r}; leave it out")
 
 
 def check_normalization(normalization: LossNormalization, config: Any) -> None:

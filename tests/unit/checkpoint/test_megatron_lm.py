@@ -49,6 +49,12 @@ def test_the_optimizer_counts_its_own_steps(state: dict[Any, Any]) -> None:
     assert MegatronProgress.of("it", {"iteration": 4, "optimizer": state}, {}).adam_step == 3
 
 
+@pytest.mark.parametrize("stored", [{"scale": torch.tensor([8.0])}, None])
+def test_the_loss_scale_is_that_of_the_optimizer_if_it_has_one(stored: dict[str, Any] | None) -> None:
+    common = {"iteration": 4, "optimizer": {"grad_scaler": stored}}
+    assert MegatronProgress.of("it", common, {}).loss_scaling == (stored or {})
+
+
 @pytest.mark.parametrize(("batches", "steps"), [([64] * 3, 3), ([64, 0, 64, 0, 64], 3), ([32, 64, 0, 64], 4)])
 def test_the_schedule_waits_where_megatrons_did(batches: list[int], steps: int) -> None:
     """A zero is a step that fp16 skipped. If the batch grows, samples say nothing about steps."""

@@ -163,6 +163,8 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
         {"num_moe_experts": 2, "moe_router_load_balancing_type": "aux-loss", "moe_aux_loss_coeff": 0.01},
         {"num_moe_experts": 2, "moe_aux_loss_coeff": [0.01, 0.1]}
         | {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+        {"num_moe_experts": 2, "moe_aux_loss_coeff": [0.0], "moe_router_load_balancing_type": ["quantile_balancing"]},
+        {"num_moe_experts": 2, "moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.01},
         {"num_moe_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": [0.01]},
         {"num_moe_experts": 2, "moe_aux_loss_coeff": -0.01},
         {"num_moe_experts": 2, "moe_router_topk": 0},
@@ -177,6 +179,19 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
 def test_combinations_that_megatron_would_compute_wrongly_are_refused(fields: dict[str, Any]) -> None:
     with refuses(ValueError, *fields):
         check_backend(config_of(**fields), "local", "cpu")
+
+
+def test_quantile_balancing_is_for_releases_that_have_it() -> None:
+    fields = {"num_moe_experts": 2, "moe_router_load_balancing_type": "quantile_balancing"}
+    config = config_of(**fields)
+    if "moe_router_quantile_balancing_ema" not in FIELDS:
+        with pytest.raises(ValueError, match="needs a newer megatron-core"):
+            check_backend(config, "local", "cpu")
+        config.moe_router_quantile_balancing_ema = 0.0
+    check_backend(config, "local", "cpu")
+    config.moe_router_num_groups = 1
+    with refuses(ValueError, "moe_router_num_groups=1"):
+        check_backend(config, "local", "cpu")
 
 
 def test_a_model_of_ones_own_is_checked_too() -> None:

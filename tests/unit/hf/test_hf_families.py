@@ -782,8 +782,9 @@ def test_how_a_model_was_trained_has_no_say_in_its_config(family: str) -> None:
     }
     plain = find_family(family).write_config(fields)
     assert find_family(family).write_config(complete_fields({**fields, **trained})) == plain
-    with refuses(ValueError, "sinkhorn"):
-        find_family(family).write_config(complete_fields({**fields, "moe_router_load_balancing_type": "sinkhorn"}))
+    for kind in ("sinkhorn", "quantile_balancing"):
+        with refuses(ValueError, kind):
+            find_family(family).write_config(complete_fields({**fields, "moe_router_load_balancing_type": kind}))
 
 
 def test_what_can_be_said_in_several_ways_is_said_in_one() -> None:

@@ -3,21 +3,25 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mcore import Distillation, MCoreDistillation, MCoreStrategy, MCoreVisionDistillation
 from lightning_mcore.cli import main
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import PARTS
+from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.layers.vision_weights import tower_flops_per_token
+from lightning_mcore.models.vision_distillation import VisionTeacher
 from lightning_mcore.planning.plan import make_plan
 from tests.support.hf_models import VOCAB_SIZE, save_tiny
 from tests.support.sentences import refuses
-from tests.support.vision_models import CONFIGS, save_vision
+from tests.support.vision_models import CONFIGS, save_vision, vision_batch
 
 LENGTH = 64
 
@@ -102,6 +106,22 @@ def test_a_teacher_has_enough_layers_on_the_first_stage_for_outputs_from_inside_
     with refuses(ValueError, "the first pipeline stage has 2 layers of the teacher"):
         module.check_settings()
     assert "the first pipeline stage has 2 layers of the teacher" in errors(path, teacher, strategy)
+
+
+def test_a_teacher_that_times_videos_differently_computes_positions_that_a_batch_has_already() -> None:
+    paths = folder("small"), folder("big", "qwen2_5_vl")
+    module = MCoreVisionDistillation.from_pretrained(paths[0], Distillation(paths[1]), LENGTH)
+    batch = vision_batch("qwen2_5_vl", images=[[], []])
+    module._trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=MCoreStrategy())
+    module.trainer.state.fn = TrainerFn.FITTING
+    module._stored = None
+    module.model = SimpleNamespace(chunks=[SimpleNamespace(pre_process=True)])  # type: ignore[assignment]
+    own = with_vision(batch, module.vision)["rope_positions"]
+    found = module.on_before_batch_transfer({**batch, "rope_positions": own}, 0)
+    teacher = module.teacher
+    assert isinstance(teacher, VisionTeacher)
+    assert torch.equal(found["teacher_rope_positions"], with_vision(batch, teacher.vision)["rope_positions"])
+    assert not torch.equal(found["teacher_rope_positions"], own)
 
 
 def test_a_student_that_sees_images_does_not_write_answers() -> None:
