@@ -74,7 +74,7 @@ class MegatronProgress:
         step = next((int(step) for step in counts if isinstance(step, int | float)), iteration)
         schedule = _schedule_steps(common.get("opt_param_scheduler"), iteration, consumed)
         # Experts of several ranks have a scale of their own; the loss is multiplied by the first one.
-        scaling: dict[str, Any] = next(_values(optimizer, "grad_scaler"), None) or {}
+        scaling: dict[str, Any] = next(_values(optimizer, "grad_scaler"), {}) or {}
         return cls(iteration, step, schedule, consumed, scaling, *sizes)  # type: ignore[arg-type]
 
     @property
