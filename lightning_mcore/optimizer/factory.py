@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -88,17 +88,47 @@ def configure_optimizers(
     return optimizers, schedulers
 
 
-def check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
-    """Raise ``ValueError`` if ranks have different numbers of parameter groups; given those of each rank's optimizers.
+Groups: TypeAlias = tuple[list[int], dict[str, float] | None]
+"""A rank's numbers of parameter groups, and the hyperparameters of the weight that embedding and output layer share."""
 
-    Megatron, schedules and checkpoints find a group by its number.
+
+def describe_groups(optimizers: Sequence[Optimizer]) -> Groups:
+    """Return what :func:`check_groups` compares; the second is None without several stages that share a weight."""
+    tied: dict[str, float] | None = None
+    for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+        if any(getattr(parameter, "shared_embedding", False) for parameter in group["params"]):
+            tied = {name: float(group[name]) for name in ("lr", "weight_decay") if name in group}
+    return [len(optimizer.param_groups) for optimizer in optimizers], tied
+
+
+def check_groups(of_ranks: Sequence[Groups]) -> None:
+    """Raise ``ValueError`` for groups of which Megatron and checkpoints would mix up the ranks', given those of each.
+
+    They find a group by its number. A shared weight has a copy on the first and on the last stage, which get the same
+    gradient and must take the same step.
     """
-    for rank, numbers in enumerate(of_ranks):
-        if numbers != of_ranks[0]:
+    first: tuple[int, dict[str, float]] | None = None
+    for rank, (numbers, tied) in enumerate(of_ranks):
+        if numbers != of_ranks[0][0]:
             raise ValueError(
-                f"configure_optimizers returns {of_ranks[0]} parameter groups on rank 0, but {numbers} on rank {rank};"
-                " return the same groups on every rank, with 'params': [] where a stage has no parameters of a group"
+                f"configure_optimizers returns {of_ranks[0][0]} parameter groups on rank 0, but {numbers} on rank"
+                f" {rank}; return the same groups on every rank, with 'params': [] where a stage has no parameters of a"
+                " group"
             )
+        if tied is None:
+            continue
+        first = first or (rank, tied)
+        if tied != first[1]:
+            raise ValueError(
+                f"the embedding and the output layer share their weight, but its parameter group has {_named(first[1])}"
+                f" on rank {first[0]} and {_named(tied)} on rank {rank}, so its two copies would drift apart; put both"
+                " into the same group: on the last stage, the weight is called output_layer.weight"
+            )
+
+
+def _named(values: Mapping[str, float]) -> str:
+    """Return ``lr=0.1, weight_decay=0.0``."""
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def make_optimizer(user: Optimizer, chunks: Sequence[WrappedChunk], setting: OptimizerSetting) -> MCoreOptimizer:

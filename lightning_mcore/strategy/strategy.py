@@ -51,7 +51,7 @@ from lightning_mcore.config.text import human
 from lightning_mcore.layers.host_values import keep_on_host
 from lightning_mcore.layers.metrics import sum_tokens_seen
 from lightning_mcore.layers.spec import attention_environment_restored
-from lightning_mcore.optimizer.factory import check_groups, configure_optimizers, make_optimizer
+from lightning_mcore.optimizer.factory import check_groups, configure_optimizers, describe_groups, make_optimizer
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_after_run
 from lightning_mcore.optimizer.plateau import agree_on_plateaus
 from lightning_mcore.optimizer.rules import check_optimizer_config, what_needs_one_optimizer
@@ -415,7 +415,7 @@ class MCoreStrategy(DDPStrategy):
             self.inline, ddp_config.use_distributed_optimizer, ddp_config.overlap_grad_reduce
         )
         optimizers, self.lr_scheduler_configs = run_on_all_ranks(lambda: configure_optimizers(self._module, needs_one))
-        combine_on_rank0(lambda: [len(optimizer.param_groups) for optimizer in optimizers], check_groups)
+        combine_on_rank0(lambda: describe_groups(optimizers), check_groups)
         agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
         setting = self.precision_plugin.optimizer_setting(
             self.layout,

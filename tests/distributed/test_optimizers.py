@@ -29,9 +29,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_mcore import CommunicationOptions, MuonWithAdamW
+from lightning_mcore import CommunicationOptions, MCoreGPT, MuonWithAdamW
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
@@ -743,6 +743,23 @@ class NoEmptyGroups(StagedNet):
 def test_groups_that_only_one_stage_has_are_rejected_on_both() -> None:
     with refuses((ValueError, RuntimeError), "on rank 0, but [1] on rank 1"):
         run_fit(NoEmptyGroups(), PP2, loader(4, 2))
+
+
+class TiedInTwoGroups(MCoreGPT):
+    """Gives the embedding a rate of its own, by its name, which its copy on the last stage does not have."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        embedding = [p for name, p in self.named_parameters() if "embedding" in name]
+        others = [p for name, p in self.named_parameters() if "embedding" not in name]
+        return torch.optim.AdamW([{"params": embedding, "lr": 0.001}, {"params": others}], lr=0.01)
+
+
+@on_ranks(2, timeout=30)
+def test_copies_of_a_tied_embedding_in_different_groups_are_rejected() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    model = TiedInTwoGroups(32, 8, sizes, share_embeddings_and_output_weights=True)
+    with refuses((ValueError, RuntimeError), "share their weight"):
+        run_fit(model, PP2, DataLoader([{"tokens": torch.arange(8), "labels": torch.arange(8)}] * 4, batch_size=2))
 
 
 class UnfreezeLater(pl.Callback):
