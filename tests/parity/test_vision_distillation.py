@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "top": {"beta": 0.3, "kd_ratio": 0.9, "top_k": 7},
     "hidden": {"kd_ratio": 0.6, "intermediate_layer_pairs": [[2, 4], [4, 8]], "intermediate_loss": "cosine"},
 }
+WITHIN = {"reverse": 3e-5}  # measured: 1.6e-5; plain transformers in fp32 differs from itself in fp64 by 1.1e-5
 IN_FP64 = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # the others' kernels have none, so both sides round in four steps
 OTHERS = {"qwen2_vl": "qwen2_5_vl"}  # whose videos have other positions
 Run = tuple[str, str, tuple[str, ...]]  # a case, the student's family, and its frozen parts
@@ -232,7 +233,7 @@ def compare(layout: Layout, runs: Sequence[Run], packs: bool = False) -> None:
     for number, run in enumerate(runs):
         losses, gradients = plain_steps(*run)
         parts = [[part for part in seen[number][1] if part.name in gradients] for seen in ranks]
-        found: Any = differing_gradients(gradients, parts, 1e-5 if run[1] in IN_FP64 else GRADIENT)
+        found: Any = differing_gradients(gradients, parts, WITHIN.get(run[0], 1e-5) if run[1] in IN_FP64 else GRADIENT)
         for seen in ranks:
             if seen[number][0] != pytest.approx(losses, abs=1e-5):
                 found["losses"] = seen[number][0], losses
