@@ -87,7 +87,7 @@ def main(kind: str, file: str) -> None:
         enable_model_summary=False,
         **quiet,
     )
-    tokens = torch.randint(VOCAB_SIZE, (RANKS, LENGTH + 1))
+    tokens = torch.randint(VOCAB_SIZE, (RANKS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     rows = [{"tokens": row[:-1], "labels": row[1:]} for row in TensorDataset(tokens).tensors[0]]
     trainer.fit(model, DataLoader(rows, batch_size=1))  # type: ignore[arg-type] # a list is a dataset
     if trainer.is_global_zero:
