@@ -93,7 +93,7 @@ def ours(
         chunk.learn_from(None, setting, VOCABULARY)
 
     def step() -> float:
-        with chunk.learning(stored):
+        with chunk.learning({}, stored):
             found, _ = module.token_losses(batch)
         loss = (1 - SETTING["kd_ratio"]) * found[0].mean() + SETTING["kd_ratio"] * found[1].mean()
         loss.backward()
