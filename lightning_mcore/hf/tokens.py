@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare tokenizers: those of a model and its teacher, and a model's with its training data and their template."""
+"""Compare a model's tokenizer with its teacher's, and with the tokenizer and template of its training data."""
 
 import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_mcore.hf.source import is_hub_name, local_folder
+from lightning_mcore.hf.source import is_hub_name, local_folder, read_generation_config
 
 
 def tokens_of(path: str | None) -> Mapping[str, int] | None:
@@ -68,8 +68,7 @@ def lost_in_export(path: str, tokenizer: Any, template: str, end: int | None) ->
 def _ends_of_text(path: str) -> list[int]:
     """Return the tokens at which a model's generation config stops; none if it cannot be read."""
     try:
-        with open(os.path.join(local_folder(path, weights=False), "generation_config.json"), encoding="utf-8") as file:
-            ends = json.load(file).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
+        ends: Any = (read_generation_config(local_folder(path, weights=False)) or {}).get("eos_token_id")
+    except (OSError, ValueError):
         return []
     return ends if isinstance(ends, list) else [ends]

@@ -32,6 +32,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -179,11 +180,12 @@ class Adapters(nn.ModuleDict):
         adapters: list[Adapter] = list(self.values())  # type: ignore[arg-type]
         self._adapters = adapters
         self._projections = {p.name.rpartition(".")[2]: p for p in projections}
-        order = _order(adapters, rows)
+        runs = _runs(adapters)
+        order = _order(adapters, runs, rows)
         is_as_stacked = torch.equal(order, torch.arange(len(order)))
         self.order: Tensor | None
         self.register_buffer("order", None if is_as_stacked else order.to(weight.device), persistent=False)
-        self._places, self._rows = _places(adapters, rows), rows
+        self._places, self._rows = Places.of(runs, len(adapters), rows), rows
         self._mark_parameters(weight)
 
     def _mark_parameters(self, weight: Tensor) -> None:
@@ -429,7 +431,7 @@ def group_of(layer: Any) -> Any:
     return getattr(layer, "_tp_group", None) or layer.tp_group
 
 
-def _places(adapters: Sequence[Adapter], rows: int) -> Places:
+def _runs(adapters: Sequence[Adapter]) -> list[Run]:
     """Return where the rows of each adapter are among the layer's."""
     runs = []
     for index, adapter in enumerate(adapters):
@@ -437,19 +439,16 @@ def _places(adapters: Sequence[Adapter], rows: int) -> Places:
         for own in adapter.projection.in_order:
             runs.append(Run(index, own.start, first, own.count))
             first += own.count
-    return Places.of(runs, len(adapters), rows)
+    return runs
 
 
-def _order(adapters: Sequence[Adapter], rows: int) -> Tensor:
+def _order(adapters: Sequence[Adapter], runs: Sequence[Run], rows: int) -> Tensor:
     """Return for each row of the layer its row among all stacked B; one past the last if it has no adapter."""
     # 2 key heads, each with 2 query heads, of size 1: the layer's rows are q0 q1 k0 v0 q2 q3 k1 v1. Stacked, q k v are
     # q0 q1 q2 q3 k0 k1 v0 v1, so the order is 0 1 4 6 2 3 5 7.
-    stacked = sum(adapter.lora_B.shape[0] for adapter in adapters)
-    order = torch.full((rows,), stacked, dtype=torch.int64)
-    start = 0
-    for adapter in adapters:
-        for own in adapter.projection.in_order:
-            order[own.start : own.start + own.count] = torch.arange(start, start + own.count)
-            start += own.count
-        start += adapter.projection.padding
+    begins = [0, *accumulate(len(adapter.lora_B) for adapter in adapters)]
+    order = torch.full((rows,), begins[-1], dtype=torch.int64)
+    for run in runs:
+        begin = begins[run.adapter] + run.first
+        order[run.start : run.start + run.count] = torch.arange(begin, begin + run.count)
     return order

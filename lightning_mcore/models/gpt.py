@@ -13,6 +13,7 @@ has ``labels`` 6 7 8 -100. Rows may be packed (``data/packing/best_fit.py``): ea
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -86,6 +87,12 @@ from lightning_mcore.parallel.known_warnings import ignore_warnings_of_methods
 
 Batch = dict[str, Tensor]
 _BASE = "lora_base_digest"  # not "lora_base", an older digest
+
+
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    """Return the arguments of ``MCoreGPT`` with their defaults."""
+    return {name: given.default for name, given in inspect.signature(MCoreGPT).parameters.items()}
 
 
 def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -766,8 +773,7 @@ class MCoreGPT(SpeedLogs):
     @property
     def _positions(self) -> dict[str, Any]:
         """The arguments, with defaults for those that a subclass lacks, as ``MCoreVisionGPT`` some about positions."""
-        defaults = {name: given.default for name, given in inspect.signature(MCoreGPT).parameters.items()}
-        return {**defaults, **self.hparams}
+        return {**_defaults(), **self.hparams}
 
     def _fusions(self) -> dict[str, bool]:
         device_type = self._device_type()

@@ -201,7 +201,8 @@ def packed_row_faults(micro_batch_size: int | None, batch_sizes: Mapping[str, in
 
     ``batch_sizes`` are the rows of DataLoader batches, by the names of their settings.
     """
-    for name, size in {"micro_batch_size": micro_batch_size or 1, **({} if micro_batch_size else batch_sizes)}.items():
+    given = batch_sizes if micro_batch_size is None else {"micro_batch_size": micro_batch_size}
+    for name, size in given.items():
         if size > 1:
             yield (
                 f"{name}={size} puts several rows into a microbatch, but with hybrid_context_parallel=True each row is"

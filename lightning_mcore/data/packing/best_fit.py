@@ -242,7 +242,8 @@ class PackedParts:
     def padded(self, lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
         """Return the places that sequences of these lengths take, [samples] or [samples, n]."""
         parts = np.diff(self.offsets)
-        of_parts = np.repeat(multiple_in(multiple, parts, self.most), parts)
+        of_one, of_most = (multiple_in(multiple, count, self.most) for count in (1, self.most))
+        of_parts = np.repeat(np.where(parts == 1, of_one, of_most), parts)
         multiples = np.empty(len(lengths), np.int64)
         multiples[self.parts.order] = np.repeat(of_parts, np.diff(self.parts.offsets))
         return _padded(lengths, multiples.reshape(-1, *[1] * (lengths.ndim - 1)))
@@ -258,20 +259,21 @@ class PackedParts:
         return of_rows * np.diff(self.offsets) / self.most
 
 
-def multiple_in(multiple: int, parts: Any, most: int) -> Any:
-    """Return the multiple of sequences' lengths in rows of so many parts, an int or an array.
+def multiple_in(multiple: int, parts: int, most: int) -> int:
+    """Return the multiple to which sequences are padded in a row of so many parts.
 
-    ``multiple`` is that of a row that all ranks share. A part that a rank has to itself needs no padding.
+    All ranks share a row of one part, which needs ``multiple``. One rank alone has each of ``most`` parts, which need
+    no padding.
     """
-    return np.where((parts == most) & (most > 1), 1, multiple)
+    return 1 if parts == most > 1 else multiple
 
 
 def pack_parts(lengths: NDArray[Any] | Sequence[int], row_length: int, multiple: int = 1, most: int = 1) -> PackedParts:
     """Pack samples into rows that ``most`` ranks share only if one of them is long.
 
     A row with a sample longer than ``row_length / most`` is one part, and its samples are padded to ``multiple``. Any
-    other row has ``most`` parts, one for each rank, without padding between samples. Parts of like cost make a row, so
-    its ranks wait less for each other. With ``most=1``, the rows are those of :func:`pack_lengths`.
+    other row has ``most`` parts, one for each rank, without padding between samples. The parts of a row have similar
+    costs, so its ranks wait less for each other. With ``most=1``, this packs as :func:`pack_lengths` does.
 
     ``lengths`` are [samples], or [samples, n] if samples have several sequences, which stay together and are padded one
     by one. Raises as :func:`pack_lengths` does, and ValueError if a row does not divide into ``most`` parts.
@@ -332,7 +334,7 @@ def _sums(values: NDArray[np.float64], rows: PackedRows) -> NDArray[np.float64]:
 
 
 def _chosen(rows: PackedRows, places: NDArray[Any]) -> PackedRows:
-    """Return some rows: those of these numbers, in that order, or those where a bool is True."""
+    """Return some rows: by their numbers, in the given order, or by a bool for each row."""
     # Rows 7 8 | 9 | 4 5 with the offsets 0 2 3 5, numbers 2 0: sizes 2 2, and places 3 4 0 1 of the order.
     sizes, starts = np.diff(rows.offsets)[places], rows.offsets[:-1][places]
     offsets = np.concatenate([[0], np.cumsum(sizes)])

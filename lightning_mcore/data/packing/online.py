@@ -6,8 +6,8 @@ them, the fullest is closed and a new row is opened. For samples much shorter th
 ``best_fit.pack_lengths``, which sees all samples first. Equal streams give equal rows. A checkpoint contains the open
 rows, so a resumed stream produces exactly the rows of an uninterrupted one.
 
-If rows may have parts (``best_fit.pack_parts``), those of like cost must be found, so samples wait until there are
-enough for many rows, which are then packed together.
+The parts of a row (``best_fit.pack_parts``) should have similar costs. So with ``parts``, samples wait until there are
+enough for many rows, and are then packed together.
 
 ``data/finetuning/stream_reader.py`` runs one packer in each reader.
 """
@@ -137,7 +137,8 @@ class _OpenRows:
 class _WaitingSamples:
     """Samples that wait until they fill ``most`` rows, and are then packed together into rows with ``parts``.
 
-    The fullest half of these rows is given away one by one, as samples come. Those of the other half are packed again.
+    The fullest half of these rows is returned one by one, as samples come. The samples of the other half are packed
+    again.
     """
 
     def __init__(self, row_length: int, multiple: int, most: int, parts: int) -> None:
@@ -322,7 +323,7 @@ class OnlinePacker:
         self._held.load_state_dict(state)
 
     def _close(self, row: Row) -> dict[str, Tensor]:
-        multiple = int(multiple_in(self.multiple, len(row), self.parts))
+        multiple = multiple_in(self.multiple, len(row), self.parts)
         padding = sum(-sample.length % multiple for part in row for sample in part)
         self.statistics.add_rows(1, self.row_length, _tokens_in(row), padding)
 

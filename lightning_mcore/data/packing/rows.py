@@ -112,7 +112,7 @@ def build_parts(
 
     ``build`` makes a part of its samples, its length in tokens, and the multiple of its sub-sequences' lengths.
     """
-    length, padded = row_length // len(parts), int(multiple_in(multiple, len(parts), most))
+    length, padded = row_length // len(parts), multiple_in(multiple, len(parts), most)
     built = [build(samples, length, padded) for samples in parts]
     if len(built) == 1:
         return built[0]
