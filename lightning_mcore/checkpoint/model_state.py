@@ -229,7 +229,7 @@ def _keys(chunks: ModelChunks) -> list[str]:
 def sharded_tensors(chunks: ModelChunks, index: int) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     """Yield this rank's weights of its chunk number ``index`` as they are stored, frozen ones included.
 
-    Projections to a teacher's hidden size are left out.
+    Leaves out projections to a teacher's hidden size.
     """
     for entry in tensors_in(sharded_chunk(chunks, index, whole=True)):
         if not is_projection(entry.key):

@@ -128,7 +128,7 @@ class Vision:
     def check_first_stage(deepstack: int, layers: int, teacher: str | None = None) -> None:
         """Raise ValueError if the first pipeline stage, or its first chunk, has fewer layers than ``deepstack``.
 
-        ``teacher`` is the path of a teacher, if it is the model.
+        ``teacher`` is the path of the model if it is a teacher.
         """
         if layers < deepstack and teacher is not None:
             raise ValueError(

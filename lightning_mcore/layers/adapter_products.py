@@ -107,5 +107,5 @@ class _Sum(torch.autograd.Function):
 
 
 def _by_adapter(hidden: Tensor, all_b: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return each adapter's A x, views of [tokens, r], from those of all, [..., sum of r]."""
+    """Split the A x of all adapters, [..., sum of r], into one view for each adapter, [tokens, r]."""
     return torch.split(hidden.reshape(-1, hidden.size(-1)), [b.size(1) for b in all_b], dim=1)

@@ -90,8 +90,8 @@ class StudentChunk(GPTChunk):
     ) -> None:
         """Let calls inside :meth:`learning` run a teacher's chunk too; None for a teacher whose logits are stored.
 
-        ``tokens`` are those that both vocabularies have, ``places`` those of paired layers. ``number`` counts the
-        pipeline's chunks up to this one.
+        ``tokens`` is how many tokens both vocabularies have, ``places`` says where paired layers are, and ``number`` is
+        how many chunks of the pipeline come before this one.
         """
         self._teacher = None if teacher is None else (teacher,)
         self.setting, self.taught_tokens = setting, tokens
@@ -252,8 +252,8 @@ def _terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return beta * teacher.exp() * (teacher - mixture) + student.exp() * ((1 - beta) * (student - mixture))
 
 
-# The logits of a chunk are its largest tensors, so the functions below need no more than four fp32 copies of them at
-# once, those of student and teacher among them, which they overwrite; forward and reverse KL need three.
+# The logits of a chunk are its largest tensors. So the functions below overwrite the student's and the teacher's, and
+# need at most four fp32 tensors of this size at once, these two included. Forward and reverse KL need three.
 
 
 def _summed(student: Tensor, teacher: Tensor, beta: float) -> list[Tensor]:
@@ -276,7 +276,7 @@ def _summed(student: Tensor, teacher: Tensor, beta: float) -> list[Tensor]:
 
 
 def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Return the logarithms of ``(1 - beta) * p + beta * q`` from those of p and q."""
+    """Return ``log((1 - beta) * p + beta * q)`` from ``log(p)`` and ``log(q)``."""
     mixture = student + math.log(1 - beta)
     return torch.logaddexp(mixture, teacher + math.log(beta), out=mixture)
 

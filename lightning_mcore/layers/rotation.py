@@ -65,8 +65,8 @@ class RotatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
     ) -> Any:
         """Compute attention; with Megatron's own cache (``inference_context``), Megatron rotates.
 
-        ``rotary_pos_emb`` are angles, [s / cp, b or 1, 1, channels] fp32. Packed rows have those of one sequence, of
-        [s, 1, 1, channels], or of all places of the row on all context-parallel ranks.
+        ``rotary_pos_emb`` has angles, [s / cp, b or 1, 1, channels] fp32. For packed rows, it has the angles of one
+        sequence, [s, 1, 1, channels], or of all places in the row, on all context-parallel ranks together.
         """
         kwargs |= {"inference_context": inference_context, "packed_seq_params": packed_seq_params}
         if rotary_pos_emb is None or inference_context is not None or not self._rotates:
@@ -90,10 +90,10 @@ class RotatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
         return rotate(query, tables, interleaved), rotate(key, tables, interleaved), *others
 
     def _tables(self, query: Tensor, angles: Tensor, boundaries: Boundaries | None) -> Tables:
-        """Return the tables of these angles, which are kept for the next layer.
+        """Return the tables of these angles; the next layer gets the same.
 
-        They are kept as long as the angles; those of packed rows only as long as the boundaries, because Megatron keeps
-        the angles of the last 32 lengths.
+        Tables of dense rows live as long as the angles. Megatron keeps the angles of the last 32 lengths, so tables of
+        packed rows live only as long as the boundaries.
         """
         key = (self._scale, query.dtype)
         kept: MutableMapping[Any, tuple[Any, Tables]] = vars(angles) if boundaries is None else boundaries.rotations
@@ -113,8 +113,8 @@ class RotatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
 def _of_packed(angles: Tensor, rank: int, size: int, tokens: int, boundaries: Boundaries) -> Tensor:
     """Return the angles of a context-parallel rank's tokens of a packed row, [t, 1, 1, channels].
 
-    ``angles`` are of a sequence, or of all places of the row. Raises ValueError if a sequence has more tokens than
-    they, or the sequences do not make up the row.
+    ``angles`` are of a sequence, or of all places of the row. Raises ValueError if a sequence is longer than
+    the angles reach, or the sequences do not make up the row.
     """
     boundaries.check_row(tokens * size)
     offsets = torch.tensor(boundaries.offsets).to(angles.device, non_blocking=True)

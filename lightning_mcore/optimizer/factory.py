@@ -89,11 +89,11 @@ def configure_optimizers(
 
 
 Groups: TypeAlias = tuple[list[int], dict[str, float] | None]
-"""A rank's numbers of parameter groups, and the hyperparameters of the weight that embedding and output layer share."""
+"""A rank's number of parameter groups in each optimizer, and the hyperparameters of a tied embedding."""
 
 
 def describe_groups(optimizers: Sequence[Optimizer]) -> Groups:
-    """Return what :func:`check_groups` compares; the second is None without several stages that share a weight."""
+    """Return what :func:`check_groups` compares; hyperparameters are None unless two stages hold a tied embedding."""
     tied: dict[str, float] | None = None
     for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         if any(getattr(parameter, "shared_embedding", False) for parameter in group["params"]):
@@ -102,10 +102,10 @@ def describe_groups(optimizers: Sequence[Optimizer]) -> Groups:
 
 
 def check_groups(of_ranks: Sequence[Groups]) -> None:
-    """Raise ``ValueError`` for groups of which Megatron and checkpoints would mix up the ranks', given those of each.
+    """Raise ``ValueError`` if ranks have different parameter groups; given :func:`describe_groups` of each rank.
 
-    They find a group by its number. A shared weight has a copy on the first and on the last stage, which get the same
-    gradient and must take the same step.
+    Megatron and checkpoints find a group by its number. A tied embedding has copies on the first and the last stage,
+    which get the same gradient and must take the same step.
     """
     first: tuple[int, dict[str, float]] | None = None
     for rank, (numbers, tied) in enumerate(of_ranks):

@@ -48,7 +48,7 @@ def with_images(fields: GPTFields, image_tokens: int | None, seq_length: int) ->
 def check_first_stage(fields: GPTFields, layout: ParallelLayout, teacher: str | None = None) -> None:
     """Refuse a first pipeline stage with too few layers for the outputs from inside the tower.
 
-    ``teacher`` is the path of a teacher, if it is the model.
+    ``teacher`` is the path of the model if it is a teacher.
     """
     if fields.vision is not None:
         Vision.check_first_stage(fields.vision.deepstack, len(stage_layers(fields, layout)[0][0].layers), teacher)

@@ -35,8 +35,8 @@ _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_al
 class MadeUpRows(Dataset[dict[str, Tensor]]):
     """Rows of zeros in the form of the run's data: sequences packed into rows of equal ones, or texts to compare.
 
-    With ``hybrid_context_parallel``, ``shared_by`` so many ranks, most of a packed row is one sequence, so the row is
-    split: attention then gathers its keys, the most memory that a row may need.
+    With ``hybrid_context_parallel``, ``shared_by`` ranks share a packed row. Most of it is then one sequence, so that
+    the row is split: attention gathers its keys, which is the most memory that a row may need.
     """
 
     def __init__(

@@ -9,10 +9,10 @@ Datasets come in four forms, which their columns tell:
 * ``sharegpt``: ``conversations``, a list of ``{"from": "human", "value": "..."}``;
 * ``messages``: ``messages``, a list of ``{"role": "user", "content": "..."}`` as the OpenAI API has them.
 
-In all of them a column ``system`` is the system text of rows that have no system message. A null text counts as empty,
-and a row without an answer is left out and counted. Tools, calls, separate thoughts and turns with weight 0 raise,
-because the texts alone would teach something else. Other columns, and other fields of a message, are ignored.
-``chat.py`` tokenises the messages.
+In every form, a column ``system`` is the system text of rows without a system message. A null text counts as empty.
+Rows without an answer are skipped and counted. Tools, calls, separate thoughts and turns with weight 0 raise, because
+the texts alone would teach something else. Other columns, and other fields of a message, are ignored. ``chat.py``
+tokenises the messages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

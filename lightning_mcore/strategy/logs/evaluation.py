@@ -94,8 +94,8 @@ class RepeatedRows:
         """Return the next batch of a dataloader without repeated samples.
 
         A batch of only repeated samples is returned unchanged, and :attr:`whole_batch` is set. If several loaders are
-        read in parallel, no batch is cut. A batch is not cut either, with a warning, if its samples have different
-        numbers of rows or its rows cannot be counted.
+        read in parallel, no batch is cut. If samples have different numbers of rows, or the rows of a batch cannot be
+        counted, a batch is not cut either, and a warning says so.
         """
         assert loaders is not None, "evaluation runs over dataloaders"
         # Counted here, because Lightning's hooks that move a batch do not get its index.
