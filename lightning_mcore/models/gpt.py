@@ -90,7 +90,7 @@ _BASE = "lora_base_digest"  # not "lora_base", an older digest
 
 
 @functools.cache
-def _defaults() -> Mapping[str, Any]:
+def _argument_defaults() -> Mapping[str, Any]:
     """Return the arguments of ``MCoreGPT`` with their defaults."""
     return {name: given.default for name, given in inspect.signature(MCoreGPT).parameters.items()}
 
@@ -773,7 +773,7 @@ class MCoreGPT(SpeedLogs):
     @property
     def _positions(self) -> dict[str, Any]:
         """The arguments, with defaults for those that a subclass lacks, as ``MCoreVisionGPT`` some about positions."""
-        return {**_defaults(), **self.hparams}
+        return {**_argument_defaults(), **self.hparams}
 
     def _fusions(self) -> dict[str, bool]:
         device_type = self._device_type()
