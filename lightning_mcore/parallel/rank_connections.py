@@ -137,7 +137,7 @@ def _store_of_all_ranks(place: ClusterEnvironment, timeout: float) -> Store | No
 def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) -> None:
     """Sign in to the store, and wait until every rank has."""
     notice = time.monotonic() + _NOTICE if rank == 0 else math.inf
-    pause = 0.05
+    pause = min(max(0.02, size / 1000), 1.0)  # rank 0 answers a thousand questions a second
     try:
         store.set(f"lightning_mcore/{rank}", "here")
         store.add("lightning_mcore", 1)
@@ -153,7 +153,6 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
                 notice = math.inf
                 _log.warning("still waiting for %s to start and reach %s", _some_of(missing, size), where)
             time.sleep(pause)
-            pause = min(2 * pause, 1.0)
     except RuntimeError as error:
         raise RuntimeError(f"rank 0 ended before all ranks had reached {where}; its own output says why") from error
 
@@ -180,7 +179,7 @@ def _find_store(place: ClusterEnvironment, deadline: float, timeout: float) -> S
             if time.monotonic() > notice:
                 notice = math.inf
                 _log.warning("still waiting for rank 0, which does not answer at %s:%d: %s", address, port, error)
-            time.sleep(0.2)
+            time.sleep(0.1)
     answered: queue.SimpleQueue[Store] = queue.SimpleQueue()
 
     # TCPStore() has no timeout for a listener that never answers, so a thread asks, and is left alone if it hangs.
