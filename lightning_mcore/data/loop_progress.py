@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _Stateful  # private, but what Lightning saves a loader's state by
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loops.loop import _Loop
+from torch.utils.data import DataLoader
 
 _log = logging.getLogger(__name__)
 
@@ -181,6 +182,30 @@ def end_pass(fit: Any) -> None:
     for loader, iterator in zip(fit._combined_loader.flattened, iterators, strict=True):
         if isinstance(loader, _Stateful) and not getattr(loader, "counts_trained_batches", False):
             next(iterator, None)
+
+
+def begin_pass(fit: Any, states: Sequence[Any]) -> None:
+    """Open the loaders that keep their own state at the first batch of an epoch, which others are at already.
+
+    A state of torchdata's loader is from the beginning of the pass. One of another loader is from before the last batch
+    of the previous pass, which is read again. A loader whose state is None has begun, as it had read nothing before.
+
+    Raises ValueError as :func:`load_loaders` does, if one of several loaders has begun.
+    """
+    combined, fetcher = fit._combined_loader, fit._data_fetcher
+    stateful = [index for index, loader in enumerate(combined.flattened) if isinstance(loader, _Stateful)]
+    loaded = {index: state for index, state in zip(stateful, states, strict=True) if state is not None}
+    for index, state in loaded.items():
+        loader = combined.flattened[index]
+        loader.load_state_dict(state)
+        if not isinstance(loader, DataLoader):
+            next(iter(loader), None)
+    if len(loaded) == len(combined.flattened):
+        iter(fetcher)
+    elif loaded:
+        iterators = _iterators_side_by_side(fetcher)
+        for index in loaded:
+            iterators[index] = iter(combined.flattened[index])
 
 
 def skip_batches(fetcher: Any, batches: int) -> None:

@@ -61,6 +61,8 @@ class RankState:
     loaders: list[LoaderState] | None  # None if the module read batches itself (dataloader_iter)
     stateful: list[Any]  # Lightning's states of the stateful loaders
     metrics: Mapping[str, torch.Tensor]  # that monitors and plateau schedulers look up
+    # An epoch's first batch is next, and ``stateful`` is for loop_progress.begin_pass(); older files lack it.
+    begins_pass: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """Return the state as numbers, strings and tensors, which ``torch.load(weights_only=True)`` can read."""
@@ -71,6 +73,7 @@ class RankState:
             "loaders": [loader.to_plain() for loader in self.loaders] if self.loaders is not None else None,
             "stateful": self.stateful,
             "metrics": self.metrics,
+            "begins_pass": self.begins_pass,
         }
 
     @classmethod
@@ -84,6 +87,7 @@ class RankState:
             loaders=[LoaderState.from_plain(loader) for loader in loaders] if loaders is not None else None,
             stateful=plain["stateful"],
             metrics=plain["metrics"],
+            begins_pass=plain.get("begins_pass", False),
         )
 
     @property

@@ -75,9 +75,11 @@ class ExactResume:
         self._num_loaders = 0
         self._window: tuple[int, RandomState] | None = None  # its first batch, and the random state before that
         self._random_of_training: RandomState | None = None  # while validation draws, and after the run
-        # Of stateful loaders, from before a batch was read: the next window's first, and the last of the epoch.
-        self._states_of_window: tuple[int, list[Any]] | None = None
+        # Of stateful loaders, from before a batch was read: the first of this window and the next, by its number; the
+        # last of the epoch; and the last of the epoch before (each None if nothing was read before this epoch).
+        self._states_of_windows: dict[int, list[Any]] = {}
         self._states_before_last: list[Any] | None = None
+        self._states_of_previous_epoch: list[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the state of this process."""
@@ -114,7 +116,8 @@ class ExactResume:
         state.progress.write(loops)
         loops["state_dict"].pop("combined_loader", None)
         if state.stateful and state.ranks == ranks:
-            loops["state_dict"]["combined_loader"] = state.stateful
+            if not state.begins_pass:  # otherwise on_train_start() loads them
+                loops["state_dict"]["combined_loader"] = state.stateful
         elif state.stateful and state.progress.in_epoch:
             raise ValueError(
                 f"the checkpoint contains dataloader states from the middle of an epoch on {state.ranks} data-parallel"
@@ -211,12 +214,17 @@ class ExactResume:
         restored = self._restored
         self._restored = self._window = self._random_of_training = None
         assert self._strategy.lightning_module is not None
-        fit = self._strategy.lightning_module.trainer.fit_loop
+        fit: Any = self._strategy.lightning_module.trainer.fit_loop
         self._keep_states(fit)
         if restored is None:
+            if fit.epoch_progress.current.processed == 0:
+                nothing = [None for loader in fit._combined_loader.flattened if kind_of(loader) == "stateful"]
+                self._states_of_previous_epoch = self._states_before_last = nothing
             return
-        if restored.progress.in_epoch and restored.stateful:
-            self._states_of_window = (restored.progress.batches, restored.stateful)
+        if restored.begins_pass:
+            self._states_of_previous_epoch = self._states_before_last = restored.stateful
+        elif restored.progress.in_epoch and restored.stateful:
+            self._states_of_windows = {restored.progress.batches: restored.stateful}
         loop_progress.restore_metrics(fit, restored.metrics)
         if restored.progress.in_epoch:
             self._continue_epoch(fit, restored)
@@ -232,16 +240,20 @@ class ExactResume:
 
         def keep() -> None:
             fetcher, loaders = fit._data_fetcher, fit._combined_loader.flattened
+            number, length = fetcher.fetched, fetcher.length
+            if number == 0:
+                self._states_of_previous_epoch, self._states_before_last = self._states_before_last, None
             # Source: ``_PrefetchDataFetcher`` (2.6) reads one batch ahead if the length is unknown, to find the last.
-            number = fit.epoch_loop.batch_progress.current.ready + (fetcher.length is None)
-            begins_window, is_last = number % fit.trainer.accumulate_grad_batches == 0, number + 1 == fetcher.length
+            is_last = number + 1 == length if length is not None else number < min(fit._combined_loader.limits)
+            begins_window = number % fit.trainer.accumulate_grad_batches == 0
             if (begins_window or is_last) and not self._strategy.batches.only_receives:
-                is_fresh = fit.epoch_progress.current.processed == 0 and fit.trainer.accumulate_grad_batches > 1
-                states = _states(loaders, number, is_fresh)
+                states = _states(loaders, number)
                 if begins_window:
-                    self._states_of_window = number, states
+                    self._states_of_windows = dict([*self._states_of_windows.items()][-1:]) | {number: states}
                 # end_pass() reads the last batch again.
-                self._states_before_last = states if is_last and all(kind_of(it) != "read" for it in loaders) else None
+                has_all = number > 0 or None not in states
+                can_end = is_last and has_all and all(kind_of(it) != "read" for it in loaders)
+                self._states_before_last = states if can_end else None
             before_fetch()
 
         self._restores.enter_context(mock.patch.object(fit.epoch_loop, "_on_before_fetch", keep))
@@ -256,6 +268,8 @@ class ExactResume:
             )
         if fit._combined_loader_states_to_load:
             loop_progress.load_loaders(fit, [kind == "stateful" for kind in restored.kinds])
+        if restored.begins_pass:
+            loop_progress.begin_pass(fit, restored.stateful)
         loop_progress.EndOfRestart.attach(fit.trainer)
         self._restores.callback(loop_progress.EndOfRestart.detach, fit.trainer)
         self._skip_batches(fit, restored)
@@ -287,6 +301,8 @@ class ExactResume:
         if restored.loaders is None or kinds == restored.kinds:  # loaders of other kinds begin anew
             if fit._combined_loader_states_to_load:
                 loop_progress.load_loaders(fit, [kind == "stateful" for kind in restored.kinds])
+            if restored.ranks == self._layout.data_parallel_size(self._strategy.world_size):
+                self._states_before_last = restored.stateful
             if "stateful" in kinds and restored.can_open_later and restored.loaders is not None:
                 loop_progress.end_pass(fit)
         if restored.is_between_epochs:
@@ -362,18 +378,21 @@ class ExactResume:
         fit_state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # A rank that only receives its batches does not know the state of the loaders.
         stateful = fit_state.get("combined_loader", [])
-        kept = None if progress.in_epoch else self._states_before_last
-        if progress.in_epoch and self._states_of_window is not None and self._states_of_window[0] == progress.batches:
-            kept = self._states_of_window[1]
+        kept = self._states_of_windows.get(progress.batches) if progress.in_epoch else self._states_before_last
+        previous = self._states_of_previous_epoch if progress.in_epoch and progress.batches == 0 else None
+        if previous is not None:
+            stateful = previous
         if kept is not None:
             stateful = [now if before is None else before for before, now in zip(kept, stateful, strict=True)]
-        loaders, stateful = self._strategy.batches.from_reader((self._loader_states(trainer, progress), stateful))
+        own = self._loader_states(trainer, progress), stateful, bool(previous)
+        loaders, stateful, begins_pass = self._strategy.batches.from_reader(own)
         state = RankState(
             coordinates=self._coordinates(),
             progress=progress,
             random=self._random_state(trainer, progress),
             loaders=loaders,
             stateful=stateful,
+            begins_pass=begins_pass,
             metrics={name: value.detach().cpu() for name, value in trainer.callback_metrics.items()},
         )
         return state.to_plain()
@@ -420,17 +439,13 @@ class ExactResume:
         return trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
 
 
-def _states(loaders: list[Any], number: int, is_fresh: bool) -> list[Any]:
-    """Return copies of the states of stateful loaders before batch ``number`` of the epoch; None to use later ones.
-
-    ``is_fresh`` says that the loaders had read nothing before this epoch, and may be asked before it.
-    """
-    # A loader that counts trained batches need not be asked early. Before the first batch of a later epoch, only
-    # torchdata's has begun, and the state of another may still be the end of the epoch before.
-    has_begun = number > 0 or is_fresh
+def _states(loaders: list[Any], number: int) -> list[Any]:
+    """Return copies of the states of stateful loaders before batch ``number`` of the epoch; None to use others."""
+    # A loader that counts trained batches need not be asked early. Before the first batch of an epoch, only torchdata's
+    # has begun, and the state of another may still be the end of the epoch before.
     return [
         None
-        if getattr(loader, "counts_trained_batches", False) or not (has_begun or isinstance(loader, DataLoader))
+        if getattr(loader, "counts_trained_batches", False) or not (number > 0 or isinstance(loader, DataLoader))
         else copy.deepcopy(loader.state_dict())
         for loader in loaders
         if kind_of(loader) == "stateful"

@@ -366,6 +366,12 @@ class Continuing(Remembering):
         self.done = state["done"]
 
 
+class ContinuingWithoutLength(Continuing):
+    """Lightning reads it one batch ahead."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
 def continuing() -> CombinedLoader:
     """Return two loaders that go on where they were cut off, side by side."""
     return CombinedLoader({"long": Continuing(), "short": Continuing()}, "min_size")
@@ -376,6 +382,20 @@ def torchdata(size: int, **arguments: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader(Samples(size), batch_size=2, shuffle=True, **arguments)
+
+
+class Numbered(IterableDataset[Batch]):
+    """Samples without a length, in order."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(Samples(12).__getitem__, range(12))
+
+
+def torchdata_stream() -> Any:
+    """Return a loader without a length that makes its iterator when its state is asked for."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Numbered(), batch_size=2)
 
 
 class Pairs(Dropping):
@@ -574,7 +594,7 @@ CASES: dict[str, Case] = {
     "stateful-continuing-limited": Case(
         module=Dropping,
         data=Continuing,
-        moments=("batch 2", "batch 4", "epoch 0", "batch 6"),
+        moments=("start 1", "batch 2", "batch 4", "epoch 0", "start 5", "batch 6"),
         trainer={"max_epochs": 3, "limit_train_batches": 4},
     ),
     "stateful-continuing-windows": Case(
@@ -586,7 +606,7 @@ CASES: dict[str, Case] = {
     "torchdata-windows": Case(
         module=Dropping,
         data=partial(torchdata, 16),
-        moments=("batch 2", "batch 6", "epoch 0", "batch 10", "start 11"),
+        moments=("batch 2", "batch 6", "epoch 0", "start 9", "batch 10", "start 11"),
         trainer={"max_epochs": 3, "accumulate_grad_batches": 4, **OWN},
         world_size=1,
     ),
@@ -613,20 +633,45 @@ CASES: dict[str, Case] = {
     "stateful-windows": Case(
         module=Dropping,
         data=Remembering,
-        moments=("batch 3", "batch 4", "batch 5", "start 5", "batch 10"),
+        moments=("batch 2", "batch 3", "batch 4", "batch 5", "start 5", "batch 8", "batch 10"),
         trainer={"max_epochs": 2, "accumulate_grad_batches": 3},
     ),
     "stateful-unsized-windows": Case(
         module=Dropping,
         data=RememberingWithoutLength,
-        moments=("batch 3", "batch 4", "batch 5", "start 5", "batch 10"),
+        moments=("batch 2", "batch 3", "batch 4", "batch 5", "start 5", "batch 8", "batch 10"),
         trainer={"max_epochs": 2, "accumulate_grad_batches": 3},
     ),
     "stateful-start": Case(
         module=Dropping,
         data=Remembering,
-        moments=("start 3", "start 6", "start 9"),
+        moments=("start 1", "start 3", "start 6", "start 7", "start 9"),
         trainer={"max_epochs": 2},
+    ),
+    "stateful-unsized-start": Case(
+        module=Dropping,
+        data=RememberingWithoutLength,
+        moments=("start 1", "start 3", "start 6", "start 7", "batch 7"),
+        trainer={"max_epochs": 2},
+    ),
+    "stateful-unsized-continuing": Case(
+        module=Dropping,
+        data=ContinuingWithoutLength,
+        moments=("start 1", "batch 4", "epoch 0", "start 5", "batch 6"),
+        trainer={"max_epochs": 3, "limit_train_batches": 4},
+    ),
+    "stateful-beside-start": Case(
+        module=Pairs,
+        data=beside,
+        moments=("start 1", "start 7"),
+        trainer={"max_epochs": 2},
+    ),
+    "torchdata-unsized": Case(
+        module=Dropping,
+        data=torchdata_stream,
+        moments=("start 1", "batch 2", "epoch 0", "start 7", "batch 8"),
+        trainer={"max_epochs": 3, "accumulate_grad_batches": 2},
+        world_size=1,
     ),
     "torchdata-limited": Case(
         module=Dropping,
