@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,11 @@ def add_products(output: Tensor, hidden: Tensor, all_b: Sequence[Tensor], places
     """Return a layer's output with the products of its adapters added, [..., rows]; differentiable.
 
     ``hidden`` are A x of all adapters, [..., sum of r], in the output's dtype; ``all_b`` are [own rows and padding, r].
+    The output may be changed in place.
     """
     if len(all_b) == 1 and places.runs == (Run(0, 0, 0, output.size(-1)),) and len(all_b[0]) == output.size(-1):
-        return output + functional.linear(hidden, all_b[0])
+        rows = output.reshape(-1, output.size(-1))
+        return torch.addmm(rows, hidden.reshape(-1, hidden.size(-1)), all_b[0].t()).view(output.shape)
     found: Tensor = _Sum.apply(output, hidden, places, *all_b)  # type: ignore[no-untyped-call]
     return found
 
@@ -69,7 +70,11 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, hidden: Tensor, places: Places, *all_b: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, *all_b)
         ctx.places = places
-        found = output.clone(memory_format=torch.contiguous_format)
+        if output.is_contiguous() and not output._is_view() and not (output.is_leaf and output.requires_grad):
+            ctx.mark_dirty(output)  # no layer needs its own output in backward, and a copy takes as long as a product
+            found = output
+        else:
+            found = output.clone(memory_format=torch.contiguous_format)
         of_part = found.view(-1, places.parts, found.size(-1) // places.parts)
         all_hidden = _by_adapter(hidden, all_b)
         for run in places.runs:

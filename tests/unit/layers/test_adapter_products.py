@@ -33,9 +33,17 @@ def places_of(owners: str, names: str) -> Places:
     return Places.of(runs, len(names), len(owners))
 
 
+GIVEN = {
+    "a parameter": lambda output: output,
+    "computed": lambda output: output * 1,
+    "a view": lambda output: (output * 1).view(output.shape),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("padding", [0, 1])  # rows of a B after its own
 @pytest.mark.parametrize("layer", LAYERS)
-def test_sums_and_gradients_are_those_of_one_matrix_row_by_row(layer: str, padding: int) -> None:
+def test_sums_and_gradients_are_those_of_one_matrix_row_by_row(layer: str, padding: int, given: str) -> None:
     (owners, names, parts), rank = LAYERS[layer], 3
     places = places_of(owners, names)
     generator = torch.Generator().manual_seed(1)
@@ -55,7 +63,7 @@ def test_sums_and_gradients_are_those_of_one_matrix_row_by_row(layer: str, paddi
         whole.append(row)
     inputs, weights = [output, hidden, *all_b], random(5, 2, len(owners)).detach()
 
-    found = add_products(output, hidden, all_b, places)
+    found = add_products(GIVEN[given](output), hidden, all_b, places)
     expected = output + hidden @ torch.stack(whole).t()
 
     assert places.parts == parts
