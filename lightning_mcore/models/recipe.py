@@ -188,7 +188,7 @@ class Recipe:
             ValueError: The number of steps is unknown and the schedule needs it, or transformers rejects its arguments.
         """
         optimizer = self.build_optimizer(parameters, width_mult)
-        scheduler = self._build_scheduler(optimizer, trainer.estimated_stepping_batches)
+        scheduler = self._build_scheduler(optimizer, _number_of_steps(trainer))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def build_optimizer(self, parameters: "list[tuple[str, Parameter]]", width_mult: float = 1.0) -> "Optimizer":
@@ -322,6 +322,19 @@ class Recipe:
                 f"warmup_steps={warmup} with lr_scheduler_type='constant', which has no warm-up; choose"
                 " 'constant_with_warmup', or 0"
             )
+
+
+def _number_of_steps(trainer: "pl.Trainer") -> float:
+    """Return the optimizer steps of a run: Lightning's estimate, which ignores the scheduler of accumulated batches."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    estimated = trainer.estimated_stepping_batches
+    schedules = [callback for callback in trainer.callbacks if isinstance(callback, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    if not schedules or trainer.max_epochs in (None, -1) or math.isinf(trainer.num_training_batches):
+        return estimated
+    windows = map(schedules[-1].get_accumulate_grad_batches, range(trainer.max_epochs))
+    steps = sum(math.ceil(trainer.num_training_batches / window) for window in windows)
+    return steps if trainer.max_steps < 0 else min(steps, trainer.max_steps)
 
 
 def _number(name: str, value: Any, advice: str = "one") -> float:

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len  # private, but finds every set_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # private: how dataloader_iter is recognized
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
@@ -273,6 +274,9 @@ class ExactResume:
         loop_progress.EndOfRestart.attach(fit.trainer)
         self._restores.callback(loop_progress.EndOfRestart.detach, fit.trainer)
         self._skip_batches(fit, restored)
+        for callback in fit.trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):  # Lightning skips this hook in a resumed epoch
+                callback.on_train_epoch_start(fit.trainer)
         if fit.epoch_loop._should_accumulate():  # Lightning counts this step only at the end of a window
             fit.epoch_loop._batches_that_stepped += 1
         # Lightning looks for a loader with its own state and finds none, so it warns before the first batch.

@@ -22,6 +22,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate, get_worker_info
@@ -190,6 +191,7 @@ class Case:
         trainer: More arguments of the trainer.
         stop: Optimizer steps after which another first run ends, with a checkpoint of its own.
         precision: Makes the precision plugin.
+        windows: Batches in a step from each epoch on, for Lightning's scheduler; None for a constant number.
     """
 
     module: Callable[[], Any]
@@ -201,6 +203,7 @@ class Case:
     trainer: Any = field(default_factory=dict)
     stop: int | None = None
     precision: Callable[[], MCorePrecision] | None = None
+    windows: dict[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,10 @@ def train(case: Case, folder: str, moments: tuple[str, ...] = (), resume: str | 
     strategy = dict(case.strategy)
     if case.precision is not None:
         strategy["precision_plugin"] = case.precision()
-    trainer = make_trainer(strategy, callbacks=[watch, save], **(dict(case.trainer) | arguments))
+    callbacks: list[pl.Callback] = [watch, save]
+    if case.windows is not None:
+        callbacks.append(GradientAccumulationScheduler(dict(case.windows)))
+    trainer = make_trainer(strategy, callbacks=callbacks, **(dict(case.trainer) | arguments))
     validation = [DataLoader(Samples(4), batch_size=2)] if case.validates else []
     trainer.fit(case.module(), case.data(), *validation, ckpt_path=resume)
     save.save(trainer, "end")
@@ -463,6 +469,21 @@ CASES: dict[str, Case] = {
         moments=("batch 2", "batch 3", "batch 5", "batch 7", "batch 9", "batch 12", "epoch 0", "validation 1"),
         trainer={"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": 3},
         stop=2,
+    ),
+    "plain-scheduled": Case(  # Lightning's scheduler acts only at the start of an epoch
+        module=Dropping,
+        data=partial(noisy, 28, 2, shuffle=True),
+        moments=("batch 2", "batch 8", "batch 10", "batch 12", "epoch 0", "batch 17"),
+        trainer={"max_epochs": 3},
+        windows={0: 1, 1: 3, 2: 2},
+    ),
+    "gpt-scheduled": Case(
+        module=Gpt,
+        data=partial(sentences, 14, 2),
+        strategy=PP2,
+        moments=("batch 2", "batch 10", "epoch 0"),
+        trainer={"max_epochs": 2},
+        windows={0: 1, 1: 3},
     ),
     "plain-steps": Case(  # max_steps makes Lightning restart in another way
         module=Dropping,

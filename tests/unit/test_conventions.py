@@ -78,7 +78,7 @@ def test_defaults_that_differ_from_megatrons() -> None:
 
 
 def test_weight_decay_stays_while_the_rate_moves() -> None:
-    trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=8))
+    trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=8, callbacks=[]))
     built = cast(dict[str, Any], Recipe(warmup_steps=2).build(list(nn.Linear(2, 2).named_parameters()), trainer))
     rates, decays = set(), set()
     for _ in range(8):

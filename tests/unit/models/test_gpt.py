@@ -191,7 +191,7 @@ def test_microbatch_shape_is_sequence_first() -> None:
 
 def configured(module: MCoreGPT, model: nn.Module, steps: float = 10) -> tuple[torch.optim.Optimizer, Any]:
     module.model = cast(Any, model)
-    module._trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=steps))
+    module._trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=steps, callbacks=[]))
     settings = cast(dict[str, Any], module.configure_optimizers())
     return settings["optimizer"], settings["lr_scheduler"]["scheduler"]
 

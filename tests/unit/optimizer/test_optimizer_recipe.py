@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 from torch import nn
 
@@ -19,9 +20,9 @@ from lightning_mcore import MCoreGPT, Recipe
 from tests.support.sentences import refuses
 
 
-def rates(steps: int, total: float = 10, **arguments: Any) -> list[float]:
+def rates(steps: int, total: float = 10, trainer: Any = None, **arguments: Any) -> list[float]:
     parameters = list(nn.Linear(2, 2).named_parameters())
-    trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=total))
+    trainer = trainer or SimpleNamespace(estimated_stepping_batches=total, callbacks=[])
     recipe = cast(dict[str, Any], Recipe(**{"learning_rate": 1.0, **arguments}).build(parameters, trainer))
     seen = []
     for _ in range(steps):
@@ -41,6 +42,18 @@ def test_cosine_of_transformers_starts_at_zero_while_ours_already_moves_the_weig
     cosine = [(1 + math.cos(math.pi * step / 8)) / 2 for step in range(9)]
     assert rates(11, lr_scheduler_type="cosine", warmup_steps=2) == pytest.approx([0, 0.5, *cosine])
     assert rates(11, warmup_steps=2) == pytest.approx([1 / 3, 2 / 3, *cosine])
+
+
+@pytest.mark.parametrize(("max_steps", "end"), [(-1, 10), (6, 6), (30, 10)])
+def test_the_course_ends_with_the_run_if_lightning_schedules_the_accumulation(max_steps: int, end: int) -> None:
+    trainer = SimpleNamespace(
+        estimated_stepping_batches=15 if max_steps < 0 else min(15, max_steps),  # one batch in each step
+        callbacks=[GradientAccumulationScheduler({1: 2, 2: 4})],
+        max_epochs=3,
+        max_steps=max_steps,
+        num_training_batches=5,  # 5, 3 and 2 steps
+    )
+    assert rates(12, trainer=trainer) == pytest.approx(rates(12, total=end))
 
 
 def test_constant_stays_also_where_no_end_is_known() -> None:
@@ -66,7 +79,7 @@ def test_a_warm_up_below_one_is_a_share_of_all_steps_rounded_up() -> None:
 
 
 def test_sgd_and_its_momentum_and_the_eps_of_adamw() -> None:
-    trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=10))
+    trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=10, callbacks=[]))
     parameters = list(nn.Linear(2, 2).named_parameters())
     sgd = cast(Any, Recipe(optimizer="sgd", sgd_momentum=0.5).build(parameters, trainer))["optimizer"]
     assert type(sgd) is torch.optim.SGD
@@ -108,7 +121,7 @@ def test_a_recipe_that_does_not_fit_the_model_is_refused() -> None:
 
 
 def test_muon_trains_the_matrices_inside_the_layers_at_the_rate_of_adamw() -> None:
-    trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=10))
+    trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=10, callbacks=[]))
     ends = [("embedding.word_embeddings.weight", nn.Parameter(torch.zeros(4, 2)))]
     ends += [("output_layer.weight", nn.Parameter(torch.zeros(4, 2)))]
     ends[-1][1].is_embedding_or_output_parameter = True  # type: ignore[attr-defined]  # as Megatron marks it
