@@ -12,7 +12,9 @@ run.
 """
 
 import contextlib
+import functools
 import logging
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -27,6 +29,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
 
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 
@@ -53,7 +56,8 @@ class PreemptionCheckpoint(Checkpoint):
     steps: save ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir`` and requeue the job. Do not set ``ckpt_path`` then:
     Lightning finds the newest of these files.
 
-    Works under every strategy. It runs after all other callbacks, so that the checkpoint includes their changes.
+    Works under every strategy. Under :class:`~lightning_mcore.MCoreStrategy`, the workers of DataLoaders ignore these
+    signals, which schedulers may send to every process. It runs after all other callbacks, so that the checkpoint includes their changes.
 
     Args:
         signals: The signals to handle. If the script has set its own handler for one of them, that is called too.
@@ -270,6 +274,47 @@ def install_sigterm_handler(trainer: pl.Trainer) -> None:
             raise SIGTERMException(_SHELL_CODE + number)
 
         signal.signal(signal.SIGTERM, end)
+
+
+def shield_workers(loader: DataLoader[Any], trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
+    """Let a loader's workers outlive the signals that a PreemptionCheckpoint handles; ``restores`` undoes it.
+
+    Schedulers send a signal to every process of the job, and a worker that ends too early ends the run.
+    """
+    callbacks = [it for it in trainer.callbacks if isinstance(it, PreemptionCheckpoint)]  # type: ignore[attr-defined]
+    names = {name for callback in callbacks for name in (*callback.signals, _requeue_signal(trainer)) if name}
+    if names and not isinstance(loader.worker_init_fn, _Shield):
+        shield = _Shield([signal.Signals[name] for name in names], _process_ends(os.getpid()), loader.worker_init_fn)
+        restores.enter_context(mock.patch.object(loader, "worker_init_fn", shield))
+
+
+@functools.cache
+def _process_ends(pid: int) -> Any:
+    """Return a flag in shared memory that is set when this process ends and is about to terminate its children."""
+    flag = multiprocessing.RawValue("b", 0)
+    multiprocessing.util.Finalize(None, setattr, args=(flag, "value", 1), exitpriority=0)
+    return flag
+
+
+class _Shield:
+    """A ``worker_init_fn`` after which signals end the worker only if the process that reads its batches ends.
+
+    Without this condition, that process would wait forever for workers that are idle when it ends.
+    """
+
+    def __init__(self, signals: list[signal.Signals], ends: Any, then: Callable[[int], None] | None) -> None:
+        self._signals, self._ends, self._then = signals, ends, then
+
+    def __call__(self, worker: int) -> None:
+        """Set the handler, and initialize the worker as the user asked."""
+        for number in self._signals:
+            signal.signal(number, self._handle)
+        if self._then is not None:
+            self._then(worker)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._ends.value:
+            os._exit(0)
 
 
 class _Note:

@@ -45,6 +45,7 @@ from lightning_mcore.data.position import Position, PositionTracker
 from lightning_mcore.parallel.consensus import combine_on_rank0, control_group, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, pick, put, take
+from lightning_mcore.strategy.preemption import shield_workers
 from lightning_mcore.strategy.rank_state import LoaderState, RankState, kind_of
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ class ExactResume:
         if seeded and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
             seed = partial(pl_worker_init_function, rank=process_group("dp").rank())
             self._restores.enter_context(mock.patch.object(loader, "worker_init_fn", seed))
+        if isinstance(loader, DataLoader) and self._strategy.lightning_module is not None:
+            shield_workers(loader, self._strategy.lightning_module.trainer, self._restores)
 
     def _process_training_loader(self, loader: Any, trainer: pl.Trainer) -> None:
         """Track a training loader; Lightning opens it next, with the random states that are set here."""

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A signal to any rank, at any moment of a run, loses no step: real signals to real rank processes."""
 
+import contextlib
+import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy, PreemptionCheckpoint
-from tests.support.ranks import on_ranks, run_ranks
+from lightning_mcore.strategy.preemption import shield_workers
+from tests.support.ranks import on_ranks, run_ranks, start_context
 from tests.support.sentences import refuses
 from tests.support.toy import PP2, PlainNet, StagedNet, Watch, loader, make_trainer, run_fit
 
@@ -103,7 +108,7 @@ def fit(folder: str, callbacks: list[pl.Callback], resume: str | None = "last", 
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     outcome, watch = Outcome(), Watch()
     checkpoints = ModelCheckpoint(folder, save_top_k=0)  # saves nothing by itself
-    module, strategy = settings.pop("module")(), settings.pop("strategy")
+    module, strategy, workers = settings.pop("module")(), settings.pop("strategy"), settings.pop("workers", 0)
     if settings.pop("asynchronous", False):
         strategy = MCoreStrategy(**strategy, checkpoint_io=MCoreCheckpointIO(async_save=True))
         checkpoints = ModelCheckpoint(folder, every_n_train_steps=2)  # one of these is in flight when the signal comes
@@ -111,7 +116,9 @@ def fit(folder: str, callbacks: list[pl.Callback], resume: str | None = "last", 
         run_fit(
             module,
             strategy,
-            loader(NUM_BATCHES * (dist.get_world_size() if strategy == {} else 1), 1, shuffle=True),
+            loader(
+                NUM_BATCHES * (dist.get_world_size() if strategy == {} else 1), 1, shuffle=True, num_workers=workers
+            ),
             loader(4, 1),
             ckpt_path=resume,
             accumulate_grad_batches=2,
@@ -124,6 +131,18 @@ def fit(folder: str, callbacks: list[pl.Callback], resume: str | None = "last", 
     outcome.losses = watch.seen.losses
     outcome.handlers_are_back = handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     return outcome
+
+
+class SendToAll(Sender):
+    """Sends the signal also to the workers of the loaders, as schedulers do."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        if self.timer is not None:
+            workers = [str(child.pid) for child in multiprocessing.active_children()]
+            subprocess.run(["kill", f"-{self.number.value}", *workers], check=True)  # torch hides signals from this pid
+            time.sleep(0.2)  # a worker that ends raises an error here
+            self.timer = None
 
 
 def on_rank(rank: int, sender: Sender) -> list[pl.Callback]:
@@ -227,6 +246,43 @@ def test_no_step_is_lost_whenever_the_signal_comes(tmp_path: Path) -> None:
         assert results["end of epoch"].second.validated == [12]
         assert results["window"].first.saved == [3]
         assert len(results["heard"]) == (1 if rank == 1 else 0)
+
+
+def signals_to_all(folder: str) -> tuple[list[float], list[Told]]:
+    """Rank function: each signal to a rank and to the workers that read its batches."""
+    whole, told = fit(f"{folder}/whole", [], resume=None), []
+    for name in ("SIGTERM", "SIGUSR1"):
+        sender = on_rank(1, SendToAll(signal.Signals[name], training=5))
+        told.append(tell(f"{folder}/{name}", sender, signals=[name], workers=2))
+    return whole.losses, told
+
+
+_KEPT: list[Any] = []
+
+
+def keep_an_iterator() -> None:
+    """End a process whose workers nobody has shut down, as after an error with its traceback."""
+    data = loader(4, 1, num_workers=1)
+    trainer = make_trainer("auto", callbacks=[PreemptionCheckpoint()], enable_checkpointing=True)
+    shield_workers(data, trainer, contextlib.ExitStack())
+    _KEPT.append(iter(data))
+    next(_KEPT[0])
+
+
+def test_workers_end_with_their_process() -> None:
+    process = start_context("gloo").Process(target=keep_an_iterator)  # type: ignore[attr-defined]
+    process.start()
+    process.join(60)
+    code = process.exitcode  # None while it waits for the worker
+    process.kill()
+    assert code == 0
+
+
+def test_workers_outlive_a_signal_to_every_process(tmp_path: Path) -> None:
+    for whole, runs in run_ranks(2, signals_to_all, str(tmp_path)):
+        for told in runs:
+            assert told.first.stopped
+            assert told.losses == whole
 
 
 SCONTROL = """#!/bin/sh
