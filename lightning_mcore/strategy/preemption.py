@@ -57,7 +57,8 @@ class PreemptionCheckpoint(Checkpoint):
     Lightning finds the newest of these files.
 
     Works under every strategy. Under :class:`~lightning_mcore.MCoreStrategy`, the workers of DataLoaders ignore these
-    signals, which schedulers may send to every process. It runs after all other callbacks, so that the checkpoint includes their changes.
+    signals, which schedulers may send to every process. The callback runs after all others, so that the checkpoint
+    includes their changes.
 
     Args:
         signals: The signals to handle. If the script has set its own handler for one of them, that is called too.

@@ -109,6 +109,7 @@ def fit(folder: str, callbacks: list[pl.Callback], resume: str | None = "last", 
     outcome, watch = Outcome(), Watch()
     checkpoints = ModelCheckpoint(folder, save_top_k=0)  # saves nothing by itself
     module, strategy, workers = settings.pop("module")(), settings.pop("strategy"), settings.pop("workers", 0)
+    copies = dist.get_world_size() if strategy == {} else 1
     if settings.pop("asynchronous", False):
         strategy = MCoreStrategy(**strategy, checkpoint_io=MCoreCheckpointIO(async_save=True))
         checkpoints = ModelCheckpoint(folder, every_n_train_steps=2)  # one of these is in flight when the signal comes
