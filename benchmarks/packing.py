@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.overhead import LEARNING_RATE, REPOSITORY, circumstances, transformer_fields, write_results
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
-from lightning_mcore.data.packing.best_fit import TokenSample, pack_lengths, pack_parts
+from lightning_mcore.data.packing.best_fit import Part, TokenSample, pack_lengths, pack_parts
 from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from lightning_mcore.data.sampling import even_out
@@ -218,7 +218,7 @@ def streamed_squares(lengths: np.ndarray, ranks: int) -> np.ndarray:
     by_rank = []
     for rank in range(ranks):
         rows = streamed_rows(OnlinePacker(LONG_ROW), lengths[rank::ranks])
-        by_rank.append([sum(length**2 for length in part) for [part] in rows])
+        by_rank.append([sum(length**2 for length in part.samples) for [part] in rows])
     turns = min(map(len, by_rank))  # where the stream's epoch ends
     return np.array([squares[:turns] for squares in by_rank], np.float64).T.flatten()
 
@@ -226,7 +226,7 @@ def streamed_squares(lengths: np.ndarray, ranks: int) -> np.ndarray:
 def streamed_rows(packer: OnlinePacker, lengths: np.ndarray) -> list[list[list[int]]]:
     """Return the lengths of the documents in each part of the rows that a stream makes."""
     tokens = np.zeros(LONG_ROW + 1, np.int64)
-    packer._close = lambda row: [[sample.length for sample in part] for part in row]  # type: ignore
+    packer._close = lambda row: [Part(width, [each.length for each in part]) for width, part in row]  # type: ignore
     made = [packer.add(TokenSample(tokens[: length + 1])) for length in lengths.tolist()]
     rows: Any = [row for closed in made for row in closed] + packer.flush()
     return rows
@@ -250,25 +250,42 @@ def measure_context(options: argparse.Namespace) -> list[dict[str, Any]]:
             found = {"lengths": name, "ranks": ranks, "sent_before": sent}
             found |= {"padding_before": padding_of(lengths, 2 * ranks)}
             packed = pack_parts(lengths, LONG_ROW, 2 * ranks, ranks)
-            of_files = [[lengths[part].tolist() for part in packed[row]] for row in range(len(packed))]
+            of_files = [
+                [Part(width, lengths[part].tolist()) for width, part in packed[row]] for row in range(len(packed))
+            ]
             of_stream = streamed_rows(OnlinePacker(LONG_ROW, 2 * ranks, parts=ranks), lengths)
             for kind, rows in (("", of_files), ("streamed_", of_stream)):
-                squares = [[sum(length**2 for length in part) for part in row] for row in rows]
-                whole = work_of_parts(
-                    np.array([row for row in squares if len(row) > 1], float).reshape(-1, ranks), ranks
+                shared_by = np.array([[width for width, _ in row for _ in range(width)] for row in rows])
+                squares = [[sum(length**2 for length in part) / width for width, part in row] for row in rows]
+                work = work_of_parts(
+                    np.array(
+                        [
+                            [square for square, (width, _) in zip(of_row, row, strict=True) for _ in range(width)]
+                            for of_row, row in zip(squares, rows, strict=True)
+                        ]
+                    ),
+                    ranks,
                 )
-                split = np.array([row[0] / ranks for row in squares if len(row) == 1])
-                split_work = work_of_parts(split, ranks).sum() * ranks
                 padding = 1 - lengths.sum() / (len(rows) * LONG_ROW)
-                found |= {f"{kind}split_rows": len(split) / len(rows), f"{kind}padding": float(padding)}
-                unsorted = np.random.default_rng(2).permutation(whole.flatten()).reshape(-1, ranks)
-                for order, work in (("idle_of_any_parts", unsorted), ("idle", whole)):
-                    longest = work.max(1).sum() * ranks + split_work
-                    found[f"{kind}{order}"] = float(1 - (work.sum() + split_work) / longest)
-            found["sent"] = sent * found["split_rows"]
+                found |= {
+                    f"{kind}split_rows": float((shared_by == ranks).mean()),
+                    f"{kind}between": float(((shared_by > 1) & (shared_by < ranks)).mean()),
+                    f"{kind}padding": float(padding),
+                    f"{kind}idle": idle_in_rows(work),
+                    f"{kind}sent": sent * float(((shared_by - 1) / (ranks - 1)).mean()),
+                }
+                is_alone = (shared_by == 1).all(1)
+                unsorted = work.copy()
+                unsorted[is_alone] = np.random.default_rng(2).permutation(work[is_alone].flatten()).reshape(-1, ranks)
+                found[f"{kind}idle_of_any_parts"] = idle_in_rows(unsorted)
             results.append(found)
             print(found, flush=True)
     return results
+
+
+def idle_in_rows(work: np.ndarray) -> float:
+    """Return the share of the time that ranks wait if they meet after every row; ``work`` [rows, ranks]."""
+    return float(1 - work.mean(1).sum() / work.max(1).sum())
 
 
 def work_of_parts(squares: np.ndarray, ranks: int) -> np.ndarray:

@@ -49,7 +49,7 @@ from lightning_mcore.layers.attention import (
 )
 from lightning_mcore.layers.autograd import made_again
 from lightning_mcore.layers.norms import RotatedHeadNorm, unweighted_norm
-from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of
+from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of, ranks_that_share
 from lightning_mcore.parallel.context import check_packed_offsets, packed_order, packed_positions
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             if not self.cache.is_prompt:
                 return self._attend_next(query, key, value, self.cache)
             self.cache.keep(self, key, value)
-        group = None if boundaries is not None and boundaries.is_whole else self.cp_group
+        group = ranks_that_share(boundaries, self.cp_group)
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         if boundaries is None:
             offsets: tuple[int, ...] = (0, key.size(0) * size)
@@ -267,8 +267,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
                 "packed_seq_params has its own context-parallel group, but the torch backend uses one group for all "
                 "batches; leave out cp_group and local_cp_size"
             )
-        size = 1 if self.cp_group is None or boundaries.is_whole else self.cp_group.size()
-        boundaries.check_row(query.size(0) * size)
+        group = ranks_that_share(boundaries, self.cp_group)
+        boundaries.check_row(query.size(0) * (1 if group is None else group.size()))
         return boundaries
 
 

@@ -166,7 +166,7 @@ def num_tokens(batch: dict[str, Tensor]) -> int | Tensor:
 def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int, hybrid: bool = False) -> dict[str, Tensor]:
     """Return a context-parallel rank's share of a packed batch: two slices of each sub-sequence, [b, s / size].
 
-    If ``hybrid``, it is this rank's part of whole rows.
+    If ``hybrid``, fewer ranks may share a sub-sequence.
     Tensors without an entry for each token, such as the boundaries, are unchanged. Raises ValueError if the rows do not
     divide into ``2 * size`` slices.
     """

@@ -26,7 +26,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_mcore.layers.packed_sequences import boundaries_of
+from lightning_mcore.layers.packed_sequences import boundaries_of, ranks_that_share
 from lightning_mcore.layers.spec import TorchNorm, last_layer_spec
 
 _MEGATRON = __version__.partition("+")[0]  # 0.19 appends a commit hash
@@ -61,7 +61,7 @@ def add_losses_ahead(
     if getattr(config, "mtp_detach_heads", False):
         weight = (chunk.output_layer.weight if weight is None else weight).detach()
     mask = torch.ones_like(labels) if mask is None else mask
-    shared = None if packed is not None and boundaries_of(packed).is_whole else group  # the ranks that share sequences
+    shared = group if packed is None else ranks_that_share(boundaries_of(packed), group)
     for number, states in enumerate(ahead):
         # Mask 0 1 1 1, shifted once: 1 1 1 0
         labels, _ = roll_tensor(labels, cp_group=shared, packed_seq_params=packed)

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_mcore.layers.host_values import known_values
-from lightning_mcore.parallel.context import are_whole, check_packed_offsets, packed_positions
+from lightning_mcore.parallel.context import check_packed_offsets, packed_positions, segments_of
+from lightning_mcore.parallel.groups import context_segment
 
 _BOUNDARIES = "_boundaries_on_the_host"
 OF_ROWS = ("cu_seqlens", "cu_seqlens_padded")
@@ -37,7 +39,7 @@ class Boundaries:
 
     offsets: tuple[int, ...]  # where the sequences begin, padding included, and where the last one ends: n + 1
     lengths: tuple[int, ...]  # real tokens
-    is_whole: bool = False  # whether context-parallel ranks have different sequences, which none of them shares
+    shared_by: int | None = None  # neighbouring context-parallel ranks that share these sequences; None for all ranks
     # What attention keeps of these offsets' rotary positions, by angles (rotation.py); it ends with the microbatch
     rotations: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary, compare=False, repr=False)
 
@@ -80,11 +82,11 @@ def packed_sequences(
     cu_seqlens_padded: Tensor,
     row_length: int,
     context_parallel_size: int = 1,
-    own_part: int | None = None,
+    hybrid_rank: int | None = None,
 ) -> PackedSequences:
     """Describe a packed batch's sequences to Megatron's layers, its rows joined into one.
 
-    ``own_part`` is this rank's, with ``hybrid_context_parallel``: of whole rows, the sequences in it are described.
+    ``hybrid_rank`` is this rank, with ``hybrid_context_parallel``: only the sequences that it shares are described.
 
     Both boundaries are [b, n + 1]; a row with fewer sequences repeats its last values. The result has int32 tensors on
     the host and leaves out empty sequences. Raises ValueError if the two do not fit together or do not fill the rows,
@@ -103,18 +105,20 @@ def packed_sequences(
         real_rows, padded_rows = torch.stack((cu_seqlens, cu_seqlens_padded)).tolist()
     else:
         real_rows, padded_rows = known_real.tolist(), known_padded.tolist()
-    is_whole = own_part is not None and are_whole(padded_rows, row_length, context_parallel_size)
-    own = range(row_length)
-    if own_part is not None and is_whole:
-        own = own[own_part * row_length // context_parallel_size :][: row_length // context_parallel_size]
+    segments, own, shared_by = [range(context_parallel_size)], range(row_length), None
+    if hybrid_rank is not None:
+        segments, part = segments_of(padded_rows, row_length, context_parallel_size), row_length // context_parallel_size
+        [ranks] = (each for each in segments if hybrid_rank in each)
+        if len(segments) > 1:
+            own, shared_by = range(ranks.start * part, ranks.stop * part), len(ranks)
     offsets, lengths = [0], []
     for row, (real, padded) in enumerate(zip(real_rows, padded_rows, strict=True)):
-        _check_row(row, real, padded, row_length, 1 if is_whole else context_parallel_size)
+        _check_row(row, real, padded, row_length, context_parallel_size, segments)
         for index, end in enumerate(padded[1:]):
             if end > padded[index] and padded[index] in own:
                 offsets.append(row * len(own) + end - own.start)
                 lengths.append(real[index + 1] - real[index])
-    return _described(Boundaries(tuple(offsets), tuple(lengths), is_whole), torch.device("cpu"))
+    return _described(Boundaries(tuple(offsets), tuple(lengths), shared_by), torch.device("cpu"))
 
 
 def all_real(params: PackedSeqParams) -> PackedSequences:
@@ -140,10 +144,15 @@ def boundaries_of(params: PackedSeqParams) -> Boundaries:
     return known
 
 
+def ranks_that_share(packed: Boundaries | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the ranks of a context-parallel ``group`` that share packed sequences; None for one rank."""
+    return group if packed is None or packed.shared_by is None else context_segment(packed.shared_by)
+
+
 def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size: int, hybrid: bool = False) -> Tensor:
     """Return the slices of each packed sequence that a context-parallel rank holds: [b, s, ...] to [b, s / size, ...].
 
-    If ``hybrid``, it is this rank's part of whole rows.
+    If ``hybrid``, fewer ranks may share a sequence.
     Reads nothing from the device, so it does not notice wrong boundaries; :func:`packed_sequences` does, later.
     """
     if size == 1:
@@ -178,9 +187,11 @@ def _of_tensors(real: Tensor, padded: Tensor, boundaries: Boundaries) -> PackedS
     return packed
 
 
-def _check_row(row: int, real: list[int], padded: list[int], row_length: int, context_parallel_size: int) -> None:
+def _check_row(
+    row: int, real: list[int], padded: list[int], row_length: int, context_parallel_size: int, segments: list[range]
+) -> None:
     try:
-        check_packed_offsets(padded, row_length, context_parallel_size)
+        check_packed_offsets(padded, row_length, context_parallel_size, segments)
         _check_lengths(real, padded)
     except ValueError as error:
         raise ValueError(f"row {row} of the packed batch: {error}") from None

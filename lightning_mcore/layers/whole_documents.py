@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``hybrid_context_parallel``: layers that exchange nothing for rows whose documents are whole on their ranks.
+"""``hybrid_context_parallel``: layers that exchange only with the ranks that share documents.
 
-The ranks of a context-parallel group share some rows and not others (``parallel/context.py``). What a microbatch is,
-layers see from its boundaries (``Boundaries.is_whole``). The torch backend's attention reads them itself. Megatron's
-attention rotates positions by the group that it was built with, TransformerEngine exchanges keys within it, and
-multi-token prediction the first tokens of each slice: hooks lend them a group of one rank for a whole row. Other layers
-look at each token alone.
+The documents of a row may be shared by some ranks of a context-parallel group, or be whole on one
+(``parallel/context.py``). Layers see from a microbatch's boundaries how many ranks share this rank's documents
+(``Boundaries.shared_by``). The torch backend's attention reads them itself. Megatron's attention rotates positions by
+the group that it was built with, TransformerEngine exchanges keys within it, and multi-token prediction the first
+tokens of each slice: hooks lend them the group of the ranks that share the documents. Other layers look at each token
+alone.
 
 Source: ``Attention.forward``, ``MLASelfAttention.get_query_key_value_tensors``, ``TEDotProductAttention.forward`` and
 ``MultiTokenPredictionLayer.forward`` (megatron.core, 0.16.1 and 0.19.2).
@@ -23,7 +24,7 @@ from torch import nn
 
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.core_attention import TorchAttention
-from lightning_mcore.layers.packed_sequences import boundaries_of
+from lightning_mcore.layers.packed_sequences import boundaries_of, ranks_that_share
 
 
 class _Alone:
@@ -52,7 +53,7 @@ def check_hybrid(config: TransformerConfig, kind: str | None = None) -> None:
 
 
 def keep_documents_whole(chunk: nn.Module) -> None:
-    """Let a chunk's attention and multi-token prediction exchange nothing for whole rows."""
+    """Let a chunk's attention and multi-token prediction exchange only with the ranks that share documents."""
     for module in chunk.modules():
         if isinstance(module, MultiTokenPredictionLayer):
             module.register_forward_pre_hook(_lend_to_prediction, with_kwargs=True)
@@ -65,14 +66,16 @@ def keep_documents_whole(chunk: nn.Module) -> None:
                 core.register_forward_pre_hook(_set_group, with_kwargs=True)
 
 
-def _is_whole(packed: PackedSeqParams | None) -> bool:
-    return packed is not None and boundaries_of(packed).is_whole
+def _sharing(packed: PackedSeqParams | None, group: Any) -> Any:
+    """Return the ranks of ``group`` that share the documents of a microbatch."""
+    return group if packed is None else ranks_that_share(boundaries_of(packed), group) or _Alone()
 
 
 def _lend(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if _is_whole(kwargs.get("packed_seq_params")):
-        attention.shared_groups, attention.pg_collection = attention.pg_collection, copy.copy(attention.pg_collection)
-        attention.pg_collection.cp = _Alone()
+    groups = attention.pg_collection
+    if (group := _sharing(kwargs.get("packed_seq_params"), groups.cp)) is not groups.cp:
+        attention.shared_groups, attention.pg_collection = groups, copy.copy(groups)
+        attention.pg_collection.cp = group
 
 
 def _give_back(attention: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -81,8 +84,8 @@ def _give_back(attention: Any, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _lend_to_prediction(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if _is_whole(kwargs.get("packed_seq_params")):
-        layer.shared_group, layer.cp_group = layer.cp_group, _Alone()
+    if (group := _sharing(kwargs.get("packed_seq_params"), layer.cp_group)) is not layer.cp_group:
+        layer.shared_group, layer.cp_group = layer.cp_group, group
 
 
 def _take_from_prediction(layer: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -94,6 +97,7 @@ def _set_group(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     """Set the ranks with which TransformerEngine's attention exchanges keys, because it keeps those of the last row."""
     if "shared_group" not in vars(core):
         core.shared_group = core.cp_group
-    group = None if _is_whole(kwargs.get("packed_seq_params")) else core.shared_group
+    group = _sharing(kwargs.get("packed_seq_params"), core.shared_group)
+    group = None if isinstance(group, _Alone) else group
     ranks, stream = (None, None) if group is None else (dist.get_process_group_ranks(group), type(core).cp_stream)
     core.set_context_parallel_group(group, ranks, stream, core.cp_comm_type)

@@ -7,8 +7,10 @@ slices ``r`` and ``2 * size - 1 - r``: one cheap, one expensive, the same work f
 like a separate one, so every rank has the same work whatever the lengths, and the boundaries on a rank are the row's,
 divided by ``size``.
 
-A packed row may also be *whole*: each rank's part of it, ``length / size`` neighbouring tokens, begins with a document.
-With ``hybrid_context_parallel``, the ranks of such a row keep their parts, and attention needs no exchange.
+With ``hybrid_context_parallel``, fewer ranks may share a packed row's documents. Each rank has ``length / size`` tokens
+of every row, so ``n`` neighbouring ranks have room for ``n * length / size`` neighbouring tokens. If a document begins in
+the middle of a row, each half of the ranks shares the documents of its half of the row and exchanges nothing with the
+other half. Halves are halved the same way (:func:`segments_of`). A rank alone has whole documents.
 
 ``MCoreModule.shard_context`` cuts the batch this way before the step, Megatron cuts rotary embeddings, and
 ``layers/core_attention.py`` puts keys and values back in order. Nothing here communicates.
@@ -19,6 +21,7 @@ TransformerEngine's ``thd`` layout.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -78,33 +81,57 @@ def packed_positions(offsets: Tensor, length: int, rank: int, size: int, hybrid:
     """Return the positions of a rank's tokens in their row, [..., length / size]; no value leaves the device.
 
     ``offsets`` is [..., n + 1], where each row's sequences begin, padding included, up to ``length``. Equal neighbours
-    mean an empty sequence. If ``hybrid`` and all rows are whole, each rank has its part.
+    mean an empty sequence. If ``hybrid``, only the ranks of a segment share its sequences (:func:`segments_of`).
     """
+    positions = _positions(offsets, length, rank, size)
+    part, is_divided = length // size, torch.ones((), dtype=torch.bool, device=offsets.device)
+    for width, narrower in pairwise(segment_widths(size) if hybrid else ()):
+        first = rank // width * width
+        edges = torch.arange(first, first + width, narrower, device=offsets.device) * part
+        is_divided = is_divided & (offsets[..., None, :] == edges[:, None]).any(-1).all()
+        # Sequences of other segments become empty ones: of 0 4 6 16, the second half of a row has 8 8 8 16
+        first = rank // narrower * narrower
+        start, end = first * part, (first + narrower) * part
+        own = _positions(offsets.clamp(start, end) - start, end - start, rank - first, narrower) + start
+        positions = torch.where(is_divided, own, positions)
+    return positions
+
+
+def _positions(offsets: Tensor, length: int, rank: int, size: int) -> Tensor:
+    """Return the positions of a rank's tokens if all ranks share every sequence."""
     # `within` counts a rank's tokens of the sequence: in the second half one slice more, hence late - 1.
     index = sequence_of_tokens(offsets, length, size)
     starts = offsets.long().gather(-1, index)
     slices = (offsets.long().gather(-1, index + 1) - starts) // (2 * size)
     within = torch.arange(length // size, device=offsets.device) - starts // size
     early, late = slices_of_rank(rank, size)
-    positions = starts + within + torch.where(within < slices, early * slices, (late - 1) * slices)
-    if not hybrid or size == 1:
-        return positions
-    part = length // size
-    own = torch.arange(rank * part, (rank + 1) * part, device=offsets.device)
-    return torch.where(whole_rows(offsets, length, size).all(), own, positions)
+    return starts + within + torch.where(within < slices, early * slices, (late - 1) * slices)
 
 
-def whole_rows(offsets: Tensor, length: int, size: int) -> Tensor:
-    """Return which rows with these boundaries, [..., n + 1], are whole, [...] bool."""
-    # A row of 8 with documents of 3, 1 and 4 tokens on two ranks: one begins at 4, so rank 0 has 0 1 2 3.
-    edges = torch.arange(length // size, length, length // size, device=offsets.device)
-    return (offsets[..., None, :] == edges[:, None]).any(-1).all(-1)
+def segment_widths(size: int) -> list[int]:
+    """Return how many neighbouring ranks may share sequences, from all ranks to one: 8 4 2 1, or 6 3 1."""
+    widths = [size]
+    while widths[-1] > 1:
+        widths.append(1 if widths[-1] % 2 else widths[-1] // 2)
+    return widths
 
 
-def are_whole(rows: Sequence[Sequence[int]], length: int, size: int) -> bool:
-    """Return whether all rows with these boundaries are whole, as :func:`whole_rows` finds out on the device."""
-    edges = range(length // size, length, length // size)
-    return all(set(edges) <= set(offsets) for offsets in rows)
+def segments_of(rows: Sequence[Sequence[int]], length: int, size: int) -> list[range]:
+    """Return the ranks that share sequences of rows with these boundaries, with ``hybrid_context_parallel``.
+
+    :func:`packed_positions` finds them on the device.
+    """
+    # Rows of 16 on four ranks. With sequences at 0 5 8 12, the first half has two sequences of 5 and 3, which ranks 0
+    # and 1 share. In the second half one begins at 12, so rank 2 has 8 to 11, and rank 3 has 12 to 15.
+    begins, part = set.intersection(*map(set, rows)), length // size
+    segments = [range(size)]
+    for width, narrower in pairwise(segment_widths(size)):
+        whole, segments = segments, []
+        for ranks in whole:
+            halves = [ranks[first : first + narrower] for first in range(0, width, narrower)]
+            is_divided = len(ranks) == width and all(half.start * part in begins for half in halves)
+            segments += halves if is_divided else [ranks]
+    return segments
 
 
 def packed_order(offsets: Tensor, length: int, size: int) -> Tensor:
@@ -128,8 +155,14 @@ def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
     return found.clamp(max=ends.size(-1) - 1)  # wrong boundaries raise later
 
 
-def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None:
-    """Raise ValueError if boundaries do not rise from 0 to ``length``, or the ranks cannot divide a sequence."""
+def check_packed_offsets(
+    offsets: Sequence[int], length: int, size: int, segments: Sequence[range] | None = None
+) -> None:
+    """Raise ValueError if boundaries do not rise from 0 to ``length``, or the ranks cannot divide a sequence.
+
+    ``segments`` are the ranks that share sequences; None if all ranks share each.
+    """
+    widths = [size] * size if segments is None else [len(ranks) for ranks in segments for _ in ranks]
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != length:
         ends = f"run from {offsets[0]} to {offsets[-1]}" if len(offsets) > 0 else "are missing"
         raise ValueError(f"the boundaries of packed sequences {ends}; give them from 0 to the row's {length} tokens")
@@ -140,9 +173,13 @@ def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None
                 f"the boundaries of packed sequences decrease from {offsets[index]} to {offsets[index + 1]}; "
                 "give them in increasing order"
             )
-        if size > 1 and tokens % (2 * size):
-            padded = -(-tokens // (2 * size)) * 2 * size
+        width = widths[min(offsets[index] * size // length, size - 1)] if tokens else 1
+        if width > 1 and tokens % (2 * width):
+            padded = -(-tokens // (2 * width)) * 2 * width
+            slices = f"2 * context_parallel_size={2 * size} slices"
+            if width < size:
+                slices = f"{2 * width} slices, for the {width} context-parallel ranks that share it"
             raise ValueError(
-                f"packed sequence {index} has {tokens} tokens, padding included, which do not divide into "
-                f"2 * context_parallel_size={2 * size} slices; pad it to {padded} tokens"
+                f"packed sequence {index} has {tokens} tokens, padding included, which do not divide into {slices}; "
+                f"pad it to {padded} tokens"
             )

@@ -12,9 +12,11 @@ import gc
 import hashlib
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.consensus import all_gather_object, all_true, control_group, default_timeout
+from lightning_mcore.parallel.context import segment_widths
 from lightning_mcore.parallel.random_state import (
     RandomState,
     put_common,
@@ -66,6 +69,7 @@ class _Opened:
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # models that may run again
     seed: int = 0
     building: RandomState | None = None  # for the run's next model; None before the first one
+    segments: dict[int, dist.ProcessGroup] = field(default_factory=dict)  # of context-parallel ranks, by size
     copy: dist.ProcessGroup | None = None  # gloo group of this model copy; None for one rank, or the whole world
     peers: dist.ProcessGroup | None = None  # gloo group of the data-parallel group; None until it is asked for
 
@@ -111,7 +115,8 @@ def open_process_groups(
         _opened.layout, _opened.arguments, _opened.world = layout, arguments, weakref.ref(world)
         _opened.groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
         _opened.copy = _open_copy_group(layout, timeout)
-        _opened.groups += [] if _opened.copy is None else [_opened.copy]
+        _opened.segments = _open_context_segments(layout, timeout)
+        _opened.groups += [*([] if _opened.copy is None else [_opened.copy]), *_opened.segments.values()]
     _opened.seed, _opened.building = seed, None
     seed_stage(seed)
 
@@ -205,6 +210,35 @@ def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.Process
     return mine
 
 
+def _open_context_segments(layout: ParallelLayout, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
+    """Return this rank's groups of some neighbouring context-parallel ranks, by size, with ``hybrid_context_parallel``.
+
+    Of eight ranks, rank 5 is in 4 5 6 7 and in 4 5.
+    """
+    widths = segment_widths(layout.context_parallel_size)[1:-1] if layout.hybrid_context_parallel else []
+    world_size, mine, lines = dist.get_world_size(), {}, defaultdict[tuple[int, ...], list[int]](list)
+    for rank in range(world_size if widths else 0):
+        place = layout.coordinates(rank, world_size)
+        others = (place.tensor_model_parallel_rank, place.pipeline_model_parallel_rank, place.data_parallel_rank)
+        lines[others].append(rank)
+    # Every rank takes part in making every group, because torch numbers them.
+    for width, line in product(widths, lines.values()):
+        for first in range(0, len(line), width):
+            ranks = line[first : first + width]
+            group = dist.new_group(ranks, timeout)
+            if dist.get_rank() in ranks:
+                mine[width] = group
+    return mine
+
+
+def context_segment(size: int) -> dist.ProcessGroup | None:
+    """Return the group of ``size`` neighbouring context-parallel ranks that this rank is in; None for one rank.
+
+    ``parallel/context.py`` describes these segments.
+    """
+    return None if size == 1 else _opened.segments[size]
+
+
 def model_copy_group() -> dist.ProcessGroup:
     """Return a gloo group of this model copy's ranks, which read the same batches; RuntimeError if it is not open."""
     is_world = process_group("dp").size() == 1
@@ -248,7 +282,7 @@ def collectives_issued() -> dict[str, int]:
     if not process_groups_are_open():
         return {}
     axes: tuple[Axis, ...] = ("tp", "cp", "dp", "dp_cp", "ep", "expert_dp")
-    found = [*map(process_group, axes), *([] if _opened.copy is None else [_opened.copy])]
+    found = [*map(process_group, axes), *([] if _opened.copy is None else [_opened.copy]), *_opened.segments.values()]
     groups = [group for group in found if group.size() > 1 and group is not dist.group.WORLD]
     return {group.group_name: group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
 

@@ -29,7 +29,7 @@ from lightning_mcore import (
     collate_padded,
     collate_rows,
 )
-from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.best_fit import Part, TokenSample
 from lightning_mcore.data.packing.rows import build_parts, build_row
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.callback import SaveHFModel
@@ -255,8 +255,8 @@ class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         rank, ranks = data_parallel_place(self.trainer)
         if self._packed == "hybrid":
-            wide = [[[samples()[i] for i in part] for part in row] for row in IN_PARTS[rank::ranks]]
-            batch = collate_rows([build_parts(build_row, row, LENGTH, MULTIPLE, 2) for row in wide])
+            wide = [[Part(2 // len(row), [samples()[i] for i in part]) for part in row] for row in IN_PARTS[rank::ranks]]
+            batch = collate_rows([build_parts(build_row, row, LENGTH, MULTIPLE) for row in wide])
         elif self._packed:
             rows = [build_row([samples()[i] for i in row], LENGTH + 8, MULTIPLE) for row in ROWS[rank::ranks]]
             batch = collate_rows(rows)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import Embedding, LoRA, MCoreEmbedding, MCoreEmbeddingData, MCoreStrategy, Recipe, SaveHFModel
 from lightning_mcore.data.embedding.texts import Texts, build_texts_row, collate_padded_texts, collate_texts_rows
+from lightning_mcore.data.packing.best_fit import Part
 from lightning_mcore.data.packing.rows import build_parts
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.export import export_checkpoint
@@ -199,8 +200,8 @@ class Data(pl.LightningDataModule):
     def _pack(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         assert self._packed is not None
         if self._hybrid:
-            wide = [[self._take(part) for part in row] for row in rows]
-            return collate_texts_rows([build_parts(build_texts_row, row, self._packed, MULTIPLE, 2) for row in wide])
+            wide = [[Part(2 // len(row), self._take(part)) for part in row] for row in rows]
+            return collate_texts_rows([build_parts(build_texts_row, row, self._packed, MULTIPLE) for row in wide])
         return collate_texts_rows([build_texts_row(self._take(row), self._packed, MULTIPLE) for row in rows])
 
     def _pad(self, numbers: Sequence[int]) -> dict[str, Tensor]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With ``hybrid_context_parallel``, rows of short documents train as these do one by one, and exchange nothing.
+"""With ``hybrid_context_parallel``, rows train as their documents do one by one, and few ranks exchange anything.
 
-Every run has rows whose documents are whole on their ranks, and rows whose documents are split. The reference is that
-of ``test_packing.py``: each document by itself, without padding, through a bare model on one rank.
+Every run has rows whose documents are whole on their ranks, and rows whose documents are split, on four ranks also over
+two of them. The reference is that of ``test_packing.py``: each document by itself, without padding, through a bare
+model on one rank.
 """
 
 import functools
 import random
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +30,7 @@ from lightning_mcore import (
     Preference,
     Reranker,
 )
+from lightning_mcore.data.packing.best_fit import Part
 from lightning_mcore.data.packing.rows import build_parts, build_row, collate_rows
 from lightning_mcore.layers import core_attention
 from tests.parity.bare_loop import Trace
@@ -63,6 +66,11 @@ WHOLE = {  # parts of half a row, and of a quarter
     2: ((32, (9, 5, 7, 3, 4)), (32, (16, 1, 12, 2))),
     4: ((32, (5, 3, 8, 7, 1, 2, 6)), (32, (3, 4, 6, 8, 1, 1, 2))),
 }
+BETWEEN = {  # rows for four ranks, and the ranks and documents of each of their parts
+    (32, (11, 3, 8, 5, 2)): ((2, 2), (1, 1), (1, 2)),
+    (32, (9, 12, 4)): ((2, 1), (2, 2)),
+    (32, (7, 15)): ((2, 1), (2, 1)),  # as when nothing can be joined with the short one
+}
 LAYOUTS = (
     Layout(cp=2),
     Layout(cp=4),
@@ -70,6 +78,9 @@ LAYOUTS = (
     Layout(pp=2, cp=2),
     Layout(dp=2, cp=2, distributed_optimizer=True),
     Layout(moe=True, cp=2, ep=2),
+    Layout(moe=True, cp=4, ep=2),
+    Layout(dp=2, cp=4),
+    Layout(pp=2, cp=4),
 )
 LATENT_RECIPE = replace(RECIPE, options=(*TWO_LAYERS, *LATENT.items(), ("q_lora_rank", None), ("rope_type", "rope")))
 
@@ -77,24 +88,40 @@ LATENT_RECIPE = replace(RECIPE, options=(*TWO_LAYERS, *LATENT.items(), ("q_lora_
 def rows_of(layout: Layout) -> Rows:
     """Return the rows of a step; a data-parallel rank reads every second of them."""
     one, other = WHOLE[layout.cp]
-    return one, SPLIT[0], SPLIT[1], other
+    return (one, SPLIT[0], SPLIT[1], other, *(BETWEEN if layout.cp == 4 else ()))[: 6 if layout.dp == 2 else None]
+
+
+def parts_of(row: tuple[int, tuple[int, ...]], ranks: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranks and documents of each part: one part for each rank if documents fit in this order, else one."""
+    if row in BETWEEN and ranks == 4:
+        return BETWEEN[row]
+    length, documents = row
+    parts: list[list[int]] = [[]]
+    for each in documents:
+        if sum(parts[-1]) + each > length // ranks:
+            parts.append([])
+        parts[-1].append(each)
+    if len(parts) == ranks and max(documents) <= length // ranks:
+        return tuple((1, len(part)) for part in parts)
+    return ((ranks, len(documents)),)
 
 
 def built(rows: Rows, ranks: int) -> list[Batch]:
-    """Return microbatches: a row of parts if its documents fit into them in this order, else a row to split."""
+    """Return microbatches of the rows with :func:`parts_of` them."""
     found = []
-    for samples, (length, _) in zip(all_documents(rows), rows, strict=True):
-        parts: list[list[Any]] = [[]]
-        for sample in samples:
-            if sum(each.length for each in parts[-1]) + sample.length > length // ranks:
-                parts.append([])
-            parts[-1].append(sample)
-        if len(parts) == ranks and all(sample.length <= length // ranks for sample in samples):
-            row = build_parts(build_row, parts, length, 2 * ranks, ranks)
-        else:
-            row = build_row(samples, length, 2 * ranks)
-        found.append(collate_rows([row]))
+    for samples, row in zip(all_documents(rows), rows, strict=True):
+        left = iter(samples)
+        parts = [Part(width, list(islice(left, count))) for width, count in parts_of(row, ranks)]
+        found.append(collate_rows([build_parts(build_row, parts, row[0], 2 * ranks)]))
     return found
+
+
+def exchanged(layout: Layout, rows: Rows, rank: int) -> int:
+    """Return how many rows' keys a rank exchanges with others in each attention layer."""
+    place = MCoreStrategy(**layout.strategy_arguments).layout.coordinates(rank, layout.world_size)
+    mine = rows[place.data_parallel_rank :: layout.dp]
+    widths = [[width for width, _ in parts_of(row, layout.cp) for _ in range(width)] for row in mine]
+    return sum(each[place.context_parallel_rank] > 1 for each in widths)
 
 
 def streamed(rows: Rows, ranks: int) -> list[Batch]:
@@ -147,7 +174,7 @@ def test_rows_of_both_kinds_train_as_their_documents_do_one_by_one(layout: Layou
     _compare(layout, RECIPE)
 
 
-@pytest.mark.parametrize("layout", thorough_but([Layout(cp=2), Layout(tp=2, sp=True, cp=2)], "tp2-sp-cp2"))
+@pytest.mark.parametrize("layout", thorough_but([Layout(cp=2), Layout(cp=4), Layout(tp=2, sp=True, cp=2)], "cp4"))
 def test_latent_attention_has_the_right_positions_too(layout: Layout) -> None:
     _compare(layout, LATENT_RECIPE)
 
@@ -158,10 +185,10 @@ def test_layers_that_are_computed_again_know_the_kind_of_their_row() -> None:
     _compare(Layout(pp=2, cp=2), replace(RECIPE, options=(*TWO_LAYERS, *again)))
 
 
-MTP_LAYOUTS = (Layout(cp=2), Layout(tp=2, sp=True, cp=2), Layout(pp=2, cp=2))
+MTP_LAYOUTS = (Layout(cp=2), Layout(cp=4), Layout(tp=2, sp=True, cp=2), Layout(pp=2, cp=2))
 
 
-@pytest.mark.parametrize("layout", thorough_but(MTP_LAYOUTS, "cp2"))
+@pytest.mark.parametrize("layout", thorough_but(MTP_LAYOUTS, "cp2", "cp4"))
 def test_multi_token_prediction_guesses_within_documents_of_both_kinds_of_rows(layout: Layout) -> None:
     rows = rows_of(layout)
     (dense,) = run_ranks(1, train_one_by_one, layout.one_rank, MTP, rows, timeout=120)
@@ -171,12 +198,13 @@ def test_multi_token_prediction_guesses_within_documents_of_both_kinds_of_rows(l
     assert {key: value for key, value in worst.items() if not value <= TOLERANCE} == {}
 
 
-def test_rows_of_a_stream_train_as_their_documents_do_one_by_one() -> None:
-    layout, means = Layout(cp=2), ("tokens", "samples")
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=4)], ids=lambda layout: layout.id)
+def test_rows_of_a_stream_train_as_their_documents_do_one_by_one(layout: Layout) -> None:
+    means: tuple[Mean, ...] = ("tokens", "samples")
     rows = rows_of(layout)
-    batches = streamed(rows, 2)
+    batches = streamed(rows, layout.cp)
     assert len(batches) == len(rows)
-    ranks = run_ranks(2, train, layout, RECIPE, rows, means, True, timeout=180)
+    ranks = run_ranks(layout.cp, train, layout, RECIPE, rows, means, True, timeout=180)
     assert 0 < ranks[0][1] < len(means) * len(rows) * 2, "both kinds of rows"
     for mean in means:
         traces = [found[mean] for found, _ in ranks]
@@ -188,9 +216,8 @@ def _compare(layout: Layout, recipe: Recipe) -> None:
     reference = _reference(layout.one_rank, replace(recipe, options=recipe.options), rows)
     ranks = run_ranks(layout.world_size, train, layout, recipe, rows, MEANS, timeout=180)
     runs = 2 if dict(recipe.options).get("recompute_granularity") else 1
-    for _, exchanges in ranks:
-        split_rows = 2 // layout.dp
-        assert exchanges == len(MEANS) * split_rows * (2 // layout.pp) * runs
+    for rank, (_, exchanges) in enumerate(ranks):
+        assert exchanges == len(MEANS) * exchanged(layout, rows, rank) * (2 // layout.pp) * runs
     for mean in MEANS:
         traces = [found[mean] for found, _ in ranks]
         assert_trained_alike(traces, reference[mean], layout, built(rows, layout.cp), mean)
@@ -221,7 +248,8 @@ def evaluated(layout: Layout, folder: str, hybrid: bool) -> dict[str, float]:
     return losses
 
 
-def test_packed_pairs_and_queries_have_the_losses_that_they_have_one_by_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_packed_pairs_and_queries_have_the_losses_that_they_have_one_by_one(tmp_path: Path, size: int) -> None:
     draw = random.Random(1)
 
     def text(longest: int) -> str:
@@ -232,7 +260,7 @@ def test_packed_pairs_and_queries_have_the_losses_that_they_have_one_by_one(tmp_
     queries = [{"query": text(5), "documents": [text(n), text(n)], "labels": [1, 0]} for n in longest]
     write(tmp_path / "queries.jsonl", queries)
     [wanted] = run_ranks(1, evaluated, Layout(), str(tmp_path), False, timeout=120)
-    for found in run_ranks(2, evaluated, Layout(cp=2), str(tmp_path), True, timeout=120):
+    for found in run_ranks(size, evaluated, Layout(cp=size), str(tmp_path), True, timeout=120):
         assert found == pytest.approx(wanted, rel=1e-6)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference, Recipe, SaveHFModel
-from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.best_fit import Part, TokenSample
 from lightning_mcore.data.packing.rows import build_parts
 from lightning_mcore.data.preference.pairs import (
     Pair,
@@ -321,8 +321,8 @@ class Data(pl.LightningDataModule):
 
     def _pack(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         if self._packed == "hybrid":
-            wide = [[self.source.take(part) for part in row] for row in rows]
-            return collate_pair_rows([build_parts(build_pair_row, row, LENGTH + 24, MULTIPLE, 2) for row in wide])
+            wide = [[Part(2 // len(row), self.source.take(part)) for part in row] for row in rows]
+            return collate_pair_rows([build_parts(build_pair_row, row, LENGTH + 24, MULTIPLE) for row in wide])
         return collate_pair_rows([build_pair_row(self.source.take(row), LENGTH + 24, MULTIPLE) for row in rows])
 
     def _pad(self, chosen: Sequence[int]) -> dict[str, Tensor]:

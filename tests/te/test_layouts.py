@@ -177,7 +177,9 @@ def train_of_both_kinds(layout: Layout) -> Trace:
     return traces["tokens"]
 
 
-@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(tp=2, sp=True, cp=2)], ids=lambda layout: layout.id)
+@pytest.mark.parametrize(
+    "layout", [Layout(cp=2), Layout(cp=4), Layout(tp=2, sp=True, cp=2)], ids=lambda layout: layout.id
+)
 def test_rows_of_whole_documents_and_of_split_ones_train_as_one_by_one(layout: Layout) -> None:
     rows = hybrid.rows_of(layout)
     traces = run_ranks(layout.world_size, train_of_both_kinds, layout, timeout=120)

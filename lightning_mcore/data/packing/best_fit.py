@@ -4,8 +4,8 @@
 Packing samples into rows of fixed length leaves almost no padding. Finding the fewest rows is bin packing. *Best-fit
 decreasing* takes samples from longest to shortest and puts each into the fullest row that still has room.
 :func:`pack_lengths` computes the same result without visiting every sample, because samples of one length are
-interchangeable, and so are rows with the same room. :func:`pack_parts` keeps short samples whole on one of the ranks
-that share a row.
+interchangeable, and so are rows with the same room. :func:`pack_parts` lets as few as possible of the ranks of a row
+share a sample.
 
 :func:`fit_sample` first handles samples that are longer than a row or have nothing to learn, and counts them in
 :class:`PackingStatistics`, which becomes one log line. ``rows.py`` makes tensors of the rows, ``online.py`` packs
@@ -17,12 +17,14 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mcore.config.value_checks import neighbours, require_choice, require_size
+from lightning_mcore.parallel.context import segment_widths
 
 logger = logging.getLogger(__name__)
 
@@ -224,76 +226,96 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
     return PackedRows(order, offsets)
 
 
+class Part(NamedTuple):
+    """A part of a row: samples that ``width`` neighbouring context-parallel ranks share."""
+
+    width: int
+    samples: Any  # their numbers, or the samples themselves
+
+
 @dataclass(frozen=True, eq=False)
 class PackedParts:
-    """Sample numbers row by row, and part by part of a row; the parts of a row have the same length."""
+    """Sample numbers row by row, and part by part of a row."""
 
     parts: PackedRows  # of all rows, one row after the other
     offsets: NDArray[np.int64]  # [rows + 1]; row i has the parts offsets[i] to offsets[i + 1]
-    most: int  # parts in a row of short samples
+    widths: NDArray[np.int64]  # [parts]; those of a row add up to `ranks`
+    ranks: int
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> list[NDArray[np.int64]]:
-        """Return the sample numbers of each part of a row: of one part, or of ``most``."""
-        return [self.parts[part] for part in range(*self.offsets[row : row + 2].tolist())]
+    def __getitem__(self, row: int) -> list[Part]:
+        """Return the parts of a row, with sample numbers."""
+        return [Part(int(self.widths[part]), self.parts[part]) for part in range(*self.offsets[row : row + 2].tolist())]
 
     def padded(self, lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
         """Return the places that sequences of these lengths take, [samples] or [samples, n]."""
-        parts = np.diff(self.offsets)
-        of_one, of_most = (multiple_in(multiple, count, self.most) for count in (1, self.most))
-        of_parts = np.repeat(np.where(parts == 1, of_one, of_most), parts)
+        of_widths = np.array([multiple_in(multiple, width, self.ranks) for width in range(self.ranks + 1)])
         multiples = np.empty(len(lengths), np.int64)
-        multiples[self.parts.order] = np.repeat(of_parts, np.diff(self.parts.offsets))
+        multiples[self.parts.order] = np.repeat(of_widths[self.widths], np.diff(self.parts.offsets))
         return _padded(lengths, multiples.reshape(-1, *[1] * (lengths.ndim - 1)))
 
     def costs(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the work of attention in each row, on the rank that has most, for [samples] or [samples, n]."""
-        # Rows of 8 places: sequences of 8 cost 64, of 4 and 4 cost 32. The parts 3 1 and 2 2 cost 10 and 8, so a row of
-        # the two costs 10. A rank that shares the sequence of 8 has 32 of its 64.
-        each = _sums(_squares(lengths), self.parts)
-        if self.most == 1 or not len(each):
-            return each
-        of_rows: NDArray[np.float64] = np.maximum.reduceat(each, self.offsets[:-1])
-        return of_rows * np.diff(self.offsets) / self.most
+        # Rows of 8 places on two ranks: the parts 3 1 and 2 2 cost 10 and 8, so a row of the two costs 10. If the ranks
+        # share a sequence of 8, each has 32 of its 64.
+        rows = PackedRows(np.arange(len(self.parts)), self.offsets)
+        return _largest(_costs(lengths, self.parts, self.widths), rows)
 
 
-def multiple_in(multiple: int, parts: int, most: int) -> int:
-    """Return the multiple to which sequences are padded in a row of so many parts.
+def multiple_in(multiple: int, width: int, ranks: int) -> int:
+    """Return the multiple to which sequences are padded that ``width`` of a row's ``ranks`` share.
 
-    All ranks share a row of one part, which needs ``multiple``. One rank alone has each of ``most`` parts, which need
-    no padding.
+    ``multiple`` is for all ranks: two slices for each, or more. A rank alone needs no padding.
     """
-    return 1 if parts == most > 1 else multiple
+    if width == 1 < ranks:
+        return 1
+    share, rest = divmod(multiple * width, ranks)
+    return 1 if rest else share  # with a rest, it is not for these ranks
 
 
-def pack_parts(lengths: NDArray[Any] | Sequence[int], row_length: int, multiple: int = 1, most: int = 1) -> PackedParts:
-    """Pack samples into rows that ``most`` ranks share only if one of them is long.
+def pack_parts(lengths: NDArray[Any] | Sequence[int], row_length: int, multiple: int = 1, ranks: int = 1) -> PackedParts:
+    """Pack samples into rows for context-parallel ranks, so that as few ranks as possible share a sample.
 
-    A row with a sample longer than ``row_length / most`` is one part, and its samples are padded to ``multiple``. Any
-    other row has ``most`` parts, one for each rank, without padding between samples. The parts of a row have similar
-    costs, so its ranks wait less for each other. With ``most=1``, this packs as :func:`pack_lengths` does.
+    A rank has ``row_length / ranks`` places of a row, and a part for ``width`` ranks ``width`` times as many. A sample
+    goes into the narrowest part that has room for it, or fills up a wider one. Parts of similar costs share a row, so
+    its ranks wait less for each other. With ``ranks=1``, this packs as :func:`pack_lengths` does.
 
     ``lengths`` are [samples], or [samples, n] if samples have several sequences, which stay together and are padded one
-    by one. Raises as :func:`pack_lengths` does, and ValueError if a row does not divide into ``most`` parts.
+    by one, to what :func:`multiple_in` returns. Raises as :func:`pack_lengths` does, and ValueError if a row does not
+    divide among the ranks.
     """
-    require_parts(row_length, most)
-    lengths = np.asarray(lengths)
-    rows = _packed(lengths, np.arange(len(lengths)), row_length, multiple)
-    if most == 1:
-        return PackedParts(rows, np.arange(len(rows) + 1), most)
-    # Rows of 8 and two parts. Lengths 6 2 | 3 1 3 1: the first row has a long sample, so it is one part. The samples of
-    # the second are packed into parts of 4, here 3 1 and 3 1, which make one row.
-    is_long = _sums((_of_samples(lengths) > row_length // most).astype(float), rows) > 0
-    parts = _packed(lengths, _chosen(rows, ~is_long).order, row_length // most)
-    dearest_first = np.argsort(-_sums(_squares(lengths), parts), kind="stable")
-    fill = len(parts) // most * most
-    # Too few parts for a row: all ranks share their samples.
-    left = _packed(lengths, _chosen(parts, dearest_first[fill:]).order, row_length, multiple)
-    found = _joined([_chosen(rows, is_long), left, _chosen(parts, dearest_first[:fill])])
-    counts = np.repeat([1, most], [len(found) - fill, fill // most])
-    return PackedParts(found, np.cumsum([0, *counts]), most)
+    require_parts(row_length, ranks)
+    lengths, widths, room = np.asarray(lengths), segment_widths(ranks), row_length // ranks
+
+    def packed(samples: NDArray[np.int64], width: int) -> PackedRows:
+        return _packed(lengths, samples, room * width, multiple_in(multiple, width, ranks))
+
+    # Rows of 16 on four ranks, without padding. Lengths 13 3 | 7 1 3 5 | 4 2 2: the first row has a sample of more than
+    # 8, so all ranks share it. The other samples are packed into parts of 8: 7 1, 5 3 and 4 2 2. Two ranks share each
+    # that has a sample of more than 4. What is left is packed into parts of 4, here 4 and 2 2.
+    rest, of_width = np.arange(len(lengths)), {}
+    for width, narrower in pairwise(widths):
+        places = _of_samples(_padded(lengths, multiple_in(multiple, narrower, ranks)))
+        found = packed(rest, width)
+        is_wide = _sums((places > room * narrower).astype(float), found) > 0
+        of_width[width], rest = _chosen(found, is_wide), _chosen(found, ~is_wide).order
+    parts = packed(rest, 1)
+    shared_by = np.ones(len(parts), np.int64)
+    # Parts are joined with others that cost as much, until they fill a row: 4 with 2 2, and 7 1 with 5 3. Nothing is
+    # left to join the first two with, so 4 2 2 are packed again, for all ranks.
+    units = _one_by_one(0, len(parts))
+    for narrower, width in pairwise(widths[::-1]):
+        dearest_first = np.argsort(-_largest(_costs(lengths, parts, shared_by), units), kind="stable")
+        count = width // narrower
+        fill = len(units) // count * count
+        left = packed(_chosen(parts, _chosen(units, dearest_first[fill:]).order).order, width)
+        joined, wide = _chosen(units, dearest_first[:fill]), _joined([of_width[width], left])
+        units = _joined([_one_by_one(len(parts), len(wide)), PackedRows(joined.order, joined.offsets[::count])])
+        parts = _joined([parts, wide])
+        shared_by = np.concatenate([shared_by, np.full(len(wide), width)])
+    return PackedParts(_chosen(parts, units.order), units.offsets, shared_by[units.order], ranks)
 
 
 def require_parts(row_length: int, parts: int) -> None:
@@ -331,6 +353,23 @@ def _sums(values: NDArray[np.float64], rows: PackedRows) -> NDArray[np.float64]:
     """Return the sum of the samples' values in each row, [rows]."""
     sums: NDArray[np.float64] = np.add.reduceat(values[rows.order], rows.offsets[:-1])
     return sums
+
+
+def _costs(lengths: NDArray[Any], parts: PackedRows, widths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the work of attention in parts that so many ranks share, [parts], on each of these ranks."""
+    costs: NDArray[np.float64] = _sums(_squares(lengths), parts) / widths
+    return costs
+
+
+def _largest(values: NDArray[np.float64], rows: PackedRows) -> NDArray[np.float64]:
+    """Return the largest of the parts' values in each row, [rows]."""
+    largest: NDArray[np.float64] = np.maximum.reduceat(values[rows.order], rows.offsets[:-1])
+    return largest
+
+
+def _one_by_one(first: int, count: int) -> PackedRows:
+    """Return rows of one part each, which are numbered from ``first``."""
+    return PackedRows(np.arange(first, first + count), np.arange(count + 1))
 
 
 def _chosen(rows: PackedRows, places: NDArray[Any]) -> PackedRows:

@@ -29,6 +29,7 @@ from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,
     PackingStatistics,
+    Part,
     TokenSample,
     fit_sample,
     multiple_in,
@@ -37,6 +38,7 @@ from lightning_mcore.data.packing.best_fit import (
     require_parts,
 )
 from lightning_mcore.data.packing.rows import build_parts, build_row
+from lightning_mcore.parallel.context import segment_widths
 
 
 def samples_to_state(samples: Sequence[TokenSample]) -> dict[str, Any]:
@@ -62,8 +64,8 @@ def samples_from_state(state: Mapping[str, Any]) -> list[TokenSample]:
     return [TokenSample(tokens.numpy(), mask.numpy(), sample_id) for tokens, mask, sample_id in parts]
 
 
-Row = list[list[TokenSample]]
-"""The samples of each part of a row."""
+Row = list[Part]
+"""The parts of a row, with their samples."""
 
 
 class _OpenRow(NamedTuple):
@@ -75,7 +77,7 @@ class _OpenRow(NamedTuple):
 
 
 class _OpenRows:
-    """Rows of one part that are filled one sample after the other; ``most`` rows are open."""
+    """Rows for one rank that are filled one sample after the other; ``most`` rows are open."""
 
     def __init__(self, row_length: int, multiple: int, most: int) -> None:
         self._row_length, self._multiple, self._most = row_length, multiple, most
@@ -104,12 +106,12 @@ class _OpenRows:
             insort(self._open, row)
         else:
             done.append(row)
-        return [[row.samples] for row in done]
+        return [[Part(1, row.samples)] for row in done]
 
     def flush(self) -> list[Row]:
         """Return all rows, from fullest to emptiest."""
         rows, self._open = self._open, []
-        return [[row.samples] for row in rows]
+        return [[Part(1, row.samples)] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open rows."""
@@ -167,45 +169,53 @@ class _WaitingSamples:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows that are packed, and the other samples."""
-        # ``part_sizes`` deals samples to the parts of each row; those that are left are in no row.
+        # ``part_sizes``, each with the part's ranks, deals samples to the parts of each row; those that are left are in no row.
         return {
-            "part_sizes": [[len(part) for part in row] for row in self._packed],
-            **samples_to_state([*chain(*chain(*self._packed)), *self._loose]),
+            "part_sizes": [[[width, len(samples)] for width, samples in row] for row in self._packed],
+            **samples_to_state([*chain(*(samples for row in self._packed for _, samples in row)), *self._loose]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         samples = iter(samples_from_state(state))
-        self._packed = deque([list(islice(samples, size)) for size in sizes] for sizes in state["part_sizes"])
+        self._packed = deque(
+            [Part(width, list(islice(samples, size))) for width, size in sizes] for sizes in state["part_sizes"]
+        )
         self._loose = list(samples)
-        self._tokens = sum(map(_tokens_in, [*self._packed, [self._loose]]))
+        self._tokens = sum(map(_tokens_in, [*self._packed, [Part(1, self._loose)]]))
 
     def _pack(self) -> None:
         """Pack all samples, and keep half of the rows."""
 
-        def is_last_choice(row: list[NDArray[np.int64]]) -> tuple[bool, int]:
-            # A row that all ranks share for want of other parts comes after all others, then fuller rows come first.
-            samples = [self._loose[index] for part in row for index in part]
-            is_short = max(sample.length for sample in samples) * self._parts <= self._row_length
-            return len(row) == 1 and is_short, -sum(sample.length for sample in samples)
+        def is_last_choice(row: Row) -> tuple[bool, int]:
+            # Rows with samples that fewer ranks could share, had there been others to join them with, come after all
+            # others, then fuller rows come first.
+            room = self._row_length // self._parts
+            is_wide = any(
+                width > 1 and max(sample.length for sample in samples) <= room * segment_widths(width)[1]
+                for width, samples in self._row(row)
+            )
+            return is_wide, -_tokens_in(self._row(row))
 
         rows = sorted(self._rows(), key=is_last_choice)
-        chosen = sorted(rows[: -(-len(rows) // 2)], key=lambda row: min(map(min, row)))  # in the order of arrival
+        half = rows[: -(-len(rows) // 2)]
+        chosen = sorted(half, key=lambda row: min(part.samples.min() for part in row))  # in the order of arrival
         self._packed.extend(map(self._row, chosen))
-        gone = {index for row in chosen for part in row for index in part.tolist()}
+        gone = {index for row in chosen for part in row for index in part.samples.tolist()}
         self._loose = [sample for index, sample in enumerate(self._loose) if index not in gone]
 
-    def _rows(self) -> list[list[NDArray[np.int64]]]:
+    def _rows(self) -> list[Row]:
+        """Pack the samples that are in no row; parts have their numbers."""
         lengths = np.array([sample.length for sample in self._loose], np.int64)
         packed = pack_parts(lengths, self._row_length, self._multiple, self._parts)
         return [packed[row] for row in range(len(packed))]
 
-    def _row(self, numbers: list[NDArray[np.int64]]) -> Row:
-        return [[self._loose[index] for index in part] for part in numbers]
+    def _row(self, numbers: Row) -> Row:
+        return [Part(width, [self._loose[index] for index in samples]) for width, samples in numbers]
 
 
 def _tokens_in(row: Row) -> int:
-    return sum(sample.length for part in row for sample in part)
+    return sum(sample.length for part in row for sample in part.samples)
 
 
 class OnlinePacker:
@@ -223,8 +233,9 @@ class OnlinePacker:
             out.
         vocab_size: Vocabulary size to check tokens against; None for no check.
         pad_token: Token written into padding, which is masked and never attended to.
-        parts: With ``hybrid_context_parallel``, the context-parallel size. Rows without a sample longer than
-            ``row_length / parts`` then consist of that many parts, in which samples are whole and not padded.
+        parts: With ``hybrid_context_parallel``, the context-parallel size. A row then consists of parts for one or
+            several of these ranks, and a sample is in a part for as few ranks as have room for it. Parts for one rank,
+            of ``row_length / parts`` places, have no padding between samples.
 
     Attributes:
         statistics: Counts of added samples and finished rows.
@@ -323,14 +334,15 @@ class OnlinePacker:
         self._held.load_state_dict(state)
 
     def _close(self, row: Row) -> dict[str, Tensor]:
-        multiple = multiple_in(self.multiple, len(row), self.parts)
-        padding = sum(-sample.length % multiple for part in row for sample in part)
+        padding = sum(
+            -sample.length % multiple_in(self.multiple, width, self.parts) for width, part in row for sample in part
+        )
         self.statistics.add_rows(1, self.row_length, _tokens_in(row), padding)
 
         def build(samples: list[TokenSample], length: int, multiple: int) -> dict[str, Tensor]:
             return build_row(samples, length, multiple, self.vocab_size, self.pad_token)
 
-        return build_parts(build, row, self.row_length, self.multiple, self.parts)
+        return build_parts(build, row, self.row_length, self.multiple)
 
     def _settings(self) -> dict[str, Any]:
         names = ("row_length", "multiple", "open_rows", "overlong", "empty", "parts")

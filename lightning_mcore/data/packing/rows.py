@@ -38,6 +38,7 @@ from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,
     PackingStatistics,
+    Part,
     TokenSample,
     count_rows,
     fit_sample,
@@ -46,7 +47,7 @@ from lightning_mcore.data.packing.best_fit import (
     pack_parts,
     require_multiple,
 )
-from lightning_mcore.parallel.context import whole_rows
+from lightning_mcore.parallel.context import segments_of
 
 _TAUGHT = "teacher_top_k"
 _PLACES = ("tokens", "labels", "loss_mask", "position_ids", _TAUGHT)
@@ -76,8 +77,9 @@ def pack(
             out.
         vocab_size: Vocabulary size to check tokens against; None for no check.
         pad_token: Token written into padding, which is masked and never attended to.
-        parts: With ``hybrid_context_parallel``, the context-parallel size. Rows without a sample longer than
-            ``row_length / parts`` then consist of that many parts, in which samples are whole and not padded.
+        parts: With ``hybrid_context_parallel``, the context-parallel size. A row then consists of parts for one or
+            several of these ranks, and a sample is in a part for as few ranks as have room for it. Parts for one rank,
+            of ``row_length / parts`` places, have no padding between samples.
 
     Returns:
         The rows, each a dict of tensors with the shapes and dtypes in the module's docstring; :func:`collate_rows`
@@ -102,18 +104,20 @@ def pack(
     def build(samples: NDArray[np.int64], length: int, multiple: int) -> dict[str, Tensor]:
         return build_row([fitting[index] for index in samples], length, multiple, vocab_size, pad_token)
 
-    return [build_parts(build, rows[row], row_length, multiple, parts) for row in range(len(rows))]
+    return [build_parts(build, rows[row], row_length, multiple) for row in range(len(rows))]
 
 
 def build_parts(
-    build: Callable[[Any, int, int], dict[str, Any]], parts: Sequence[Any], row_length: int, multiple: int, most: int
+    build: Callable[[Any, int, int], dict[str, Any]], parts: Sequence[Part], row_length: int, multiple: int
 ) -> dict[str, Any]:
-    """Return a packed row of one part or of ``most`` parts, each given by its samples.
+    """Return a packed row of parts, whose widths add up to the ranks that share it.
 
     ``build`` makes a part of its samples, its length in tokens, and the multiple of its sub-sequences' lengths.
     """
-    length, padded = row_length // len(parts), multiple_in(multiple, len(parts), most)
-    built = [build(samples, length, padded) for samples in parts]
+    ranks = sum(width for width, _ in parts)
+    built = [
+        build(samples, row_length // ranks * width, multiple_in(multiple, width, ranks)) for width, samples in parts
+    ]
     if len(built) == 1:
         return built[0]
     row = {name: torch.cat([part[name] for part in built]) for name in built[0]}
@@ -217,13 +221,18 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def costs_of_rows(batch: dict[str, Tensor], parts: int = 1) -> Tensor:
     """Return the work of attention in each row of a packed batch, [b] fp64, on the rank of ``parts`` that has most."""
-    squares, starts = batch["cu_seqlens"].diff(dim=1).double().square(), batch["cu_seqlens_padded"].long()
-    length = batch["tokens"].size(1) // parts
-    # Rows of 8 and two parts. Sequences of 3, 1 and 4 tokens at 0, 3 and 4: the parts cost 10 and 16, the row 16. Of 6
-    # and 2 tokens, which both ranks share: 40 / 2.
-    place = (starts[:, :-1] // length).clamp(max=parts - 1)  # an empty sub-sequence starts at the end
-    of_parts = squares.new_zeros(len(squares), parts).scatter_add_(1, place, squares)
-    return torch.where(whole_rows(starts, batch["tokens"].size(1), parts), of_parts.amax(1), squares.sum(1) / parts)
+    # Rows of 8 and two ranks. Sequences of 3, 1 and 4 tokens at 0, 3 and 4: the ranks have 10 and 16, so the row costs
+    # 16. Of 6 and 2 tokens, which both ranks share: 40 / 2.
+    squares, boundaries = batch["cu_seqlens"].diff(dim=1).double().square().numpy(), batch["cu_seqlens_padded"].tolist()
+    length = batch["tokens"].size(1)
+    costs = []
+    for starts, of_row in zip(boundaries, squares, strict=True):
+        segments = segments_of([starts], length, parts)
+        ends = [segment.stop * (length // parts) for segment in segments]
+        place = np.searchsorted(ends, starts[:-1], side="right").clip(max=len(ends) - 1)  # an empty one is at the end
+        work = np.bincount(place, of_row, minlength=len(segments))
+        costs.append(max(work / np.array([len(segment) for segment in segments])))
+    return torch.tensor(costs, dtype=torch.float64)
 
 
 def collate_padded(
@@ -324,7 +333,7 @@ class PackingMultiples(NamedTuple):
 
     sub_sequence: int  # for each sub-sequence with its padding
     row: int  # for a whole row
-    parts: int = 1  # of a row, in each of which short documents may stay whole, with hybrid_context_parallel
+    parts: int = 1  # context-parallel ranks that may have parts of a row to themselves, with hybrid_context_parallel
 
     def check_row(self, row_length: int) -> None:
         """Raise ValueError unless ``row_length`` is a multiple of :attr:`row`."""
@@ -450,8 +459,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __init__(self, samples: Any, row_length: int, multiples: PackingMultiples) -> None:
         self.samples = samples
         self._row_length = row_length
-        self._multiple, self._most = multiples.sub_sequence, multiples.parts
-        self._rows = pack_parts(self._lengths, row_length, self._multiple, self._most)
+        self._multiple = multiples.sub_sequence
+        self._rows = pack_parts(self._lengths, row_length, self._multiple, multiples.parts)
         count_rows(self._rows, self._lengths, row_length, self._multiple, samples.statistics)
 
     @property
@@ -474,7 +483,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a row; the module docstring lists its tensors."""
-        return build_parts(self._build, self._rows[index], self._row_length, self._multiple, self._most)
+        return build_parts(self._build, self._rows[index], self._row_length, self._multiple)
 
 
 def _column(tokenized: Any, name: str) -> NDArray[np.int64]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a hybrid packing: every sample once, short ones within a part or in a split row, parts of like cost."""
+"""Rows of a hybrid packing: every sample once, on as few ranks as have room for it, parts of like cost."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,8 @@ from lightning_mcore.data.packing.rows import PackedDataset, PackingMultiples, c
 from lightning_mcore.data.preference.datamodule import PackedPairs
 from lightning_mcore.data.preference.pairs import Pair
 from lightning_mcore.layers.inputs import ModelInputs, split_packed_batch
+from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
+from lightning_mcore.parallel.context import segments_of
 from tests.support.sentences import refuses
 
 ROW = 64
@@ -46,6 +48,14 @@ def packed(lengths: list[int], parts: int, how: str) -> tuple[list[Any], Packing
     return rows + packer.flush(), packer.statistics
 
 
+def widths_of(starts: list[int], ranks: int, first: int = 0, length: int = ROW) -> list[int]:
+    """Return for each rank how many ranks share its documents, from where the documents of a row start."""
+    if ranks == 1 or first + length // 2 not in starts:
+        return [ranks] * ranks
+    halves = [widths_of(starts, ranks // 2, first + place, length // 2) for place in (0, length // 2)]
+    return halves[0] + halves[1]
+
+
 LENGTHS: dict[str, list[int]] = {
     "mixed": np.random.default_rng(1).integers(1, ROW + 1, 120).tolist(),
     "short": np.random.default_rng(2).integers(1, 12, 150).tolist(),
@@ -58,13 +68,13 @@ LENGTHS: dict[str, list[int]] = {
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("how", ["dataset", "samples in memory", "stream"])
-def test_every_sample_is_in_one_row_and_short_ones_stay_whole_in_rows_without_a_long_one(
+def test_every_sample_is_in_one_row_on_as_few_ranks_as_have_room_for_it_or_for_one_beside_it(
     how: str, name: str, parts: int
 ) -> None:
     lengths, part = LENGTHS[name], ROW // parts
     rows, statistics = packed(lengths, parts, how)
     found: list[int] = []
-    split_short = 0
+    too_wide = 0
     for row in rows:
         ids, ends = row["sample_ids"].tolist(), row["cu_seqlens_padded"].tolist()
         found += ids
@@ -73,20 +83,26 @@ def test_every_sample_is_in_one_row_and_short_ones_stay_whole_in_rows_without_a_
         for number, start in zip(ids, ends[:-1], strict=True):
             assert (row["tokens"][start : start + lengths[number]] == number).all()
             assert row["position_ids"][start : start + lengths[number]].tolist() == list(range(lengths[number]))
-        if set(range(0, ROW, part)) <= set(ends):
-            assert all(start // part == (start + lengths[n] - 1) // part for n, start in zip(ids, ends, strict=False))
-        else:
-            assert not any(end % (2 * parts) for end in ends)
-            split_short += all(lengths[number] <= part for number in ids)
+        longest = [0] * parts  # of the samples that each rank shares
+        widths = widths_of(ends, parts)
+        for number, start, end in zip(ids, ends, ends[1:], strict=False):
+            width = widths[start // part]
+            first = start // part // width * width
+            assert first * part <= start < start + lengths[number] <= end <= (first + width) * part
+            assert width == 1 or (end - start) % (2 * width) == 0
+            longest[first] = max(longest[first], lengths[number])
+        too_wide += any(
+            width > 1 and 0 < longest[rank] <= width // 2 * part for rank, width in enumerate(widths) if longest[rank]
+        )
     assert sorted(found) == list(range(len(lengths)))
-    assert split_short <= 2  # what did not fill the parts of a row
+    assert too_wide <= 2  # what nothing could be joined with
     if statistics is not None:
         assert (statistics.rows, statistics.tokens) == (len(rows), sum(lengths))
         assert statistics.tokens + statistics.padding == len(rows) * ROW
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_the_sequences_of_a_pair_stay_together_on_a_rank_or_in_a_row_that_is_split(parts: int) -> None:
+def test_the_sequences_of_a_pair_stay_together_on_the_ranks_that_share_them(parts: int) -> None:
     each, part = np.random.default_rng(5).integers(1, 14, (60, 2)), ROW // parts
     each[:4] += 12
     pairs = [
@@ -101,14 +117,17 @@ def test_the_sequences_of_a_pair_stay_together_on_a_rank_or_in_a_row_that_is_spl
         assert ids[::2] == ids[1::2]
         assert row["cu_seqlens"].diff().tolist() == each[ids[::2]].flatten().tolist()
         found += ids[::2]
-        is_padded = not any(start % (2 * parts) for start in starts)  # so that it may be split
-        kinds.add(is_padded)
+        widths = widths_of(starts, parts)
+        kinds |= set(widths)
         for place, number in enumerate(ids):
+            width, first = widths[starts[place] // part], starts[place // 2 * 2]
+            assert width == 1 or starts[place] % (2 * width) == 0
             end = starts[place] + each[number, place % 2]
-            first = starts[place // 2 * 2]
-            assert is_padded or (set(range(0, ROW, part)) <= set(starts) and first // part == (end - 1) // part)
+            assert starts[place] // part // width == (end - 1) // part // width
+            # A pair for two ranks may have one answer on each.
+            assert first // part // width == (end - 1) // part // width or first % 4 == starts[place] % part == 0
     assert sorted(found) == list(range(60))
-    assert kinds == {True, False}
+    assert kinds == ({1, 2} if parts == 2 else {1, 2, 4})
     assert stub.statistics.tokens + stub.statistics.padding == len(rows) * ROW
 
 
@@ -128,10 +147,48 @@ def test_a_rank_has_the_documents_of_its_part_as_if_they_were_a_row_of_their_own
         mine, every = inputs.packed.boundaries, whole.packed.boundaries
         assert mine is not None
         assert every is not None
-        assert mine.is_whole
+        assert mine.shared_by == 1
         first = every.offsets.index(own.start)
         assert mine.lengths == every.lengths[first : first + len(mine.lengths)]
         assert mine.offsets == tuple(end - own.start for end in every.offsets if own.start <= end <= own.stop)
+
+
+ROWS_OF_SEGMENTS = {  # where the documents of a row of 64 begin, and the ranks that share them
+    "halves": ([0, 32, 40], [range(2), range(2, 4)]),
+    "two of three": ([0, 20, 32, 35, 48], [range(2), range(2, 3), range(3, 4)]),
+    "the last": ([0, 16, 24, 32], [range(1), range(1, 2), range(2, 4)]),
+    "all": ([0, 16, 48], [range(4)]),
+    "six": ([0, 4, 30, 40, 50], [range(3), range(3, 4), range(4, 5), range(5, 6)]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_SEGMENTS)
+def test_ranks_that_share_documents_have_them_as_if_they_were_all_ranks_of_a_shorter_row(name: str) -> None:
+    starts, segments = ROWS_OF_SEGMENTS[name]
+    size, length = segments[-1].stop, 60 if name == "six" else ROW
+    part, offsets = length // size, torch.tensor([[*starts, length, length]], dtype=torch.int32)
+    assert segments_of(offsets.tolist(), length, size) == segments
+    row = torch.arange(length)[None]
+    for ranks in segments:
+        own = slice(ranks.start * part, ranks.stop * part)
+        inside = torch.tensor([[start - own.start for start in [*starts, length] if own.start <= start <= own.stop]])
+        for place, rank in enumerate(ranks):
+            found = split_packed_rows(row, offsets, rank, size, hybrid=True)
+            assert torch.equal(found, split_packed_rows(row[:, own], inside, place, len(ranks)))
+
+
+def test_documents_must_divide_into_slices_for_the_ranks_that_share_them() -> None:
+    offsets = torch.tensor([[0, 18, 32, 41, 48, 64]])  # ranks 0 and 1 share 18 and 14, the others have whole ones
+    for rank in range(4):
+        with refuses(ValueError, "packed sequence 0 has 18 tokens, padding included, which do not divide into 4 slices"):
+            packed_sequences(offsets, offsets, ROW, 4, rank)
+    offsets[0, 1] += 2
+    shared_by = [packed_sequences(offsets, offsets, ROW, 4, rank).boundaries for rank in range(4)]
+    assert [each and (each.shared_by, each.offsets) for each in shared_by] == [
+        *[(2, (0, 20, 32))] * 2,
+        (1, (0, 9, 16)),
+        (1, (0, 16)),
+    ]
 
 
 @pytest.mark.parametrize("how", ["dataset", "stream"])
@@ -145,10 +202,12 @@ def test_parts_of_like_cost_share_a_row(how: str) -> None:
     found = []
     for row in rows:
         starts, each = row["cu_seqlens_padded"][:-1], row["cu_seqlens"].diff().double()
-        if set(range(0, ROW, 16)) <= set(starts.tolist()):
-            found.append([float(each[starts // 16 == rank].square().sum()) for rank in range(4)])
-        else:
-            found.append([float(each.square().sum()) / 4] * 4)
+        found.append(
+            [
+                float(each[starts // 16 // width == rank // width].square().sum()) / width
+                for rank, width in enumerate(widths_of(starts.tolist(), 4))
+            ]
+        )
     assert idle(np.array(found)) < 0.07
     assert idle(np.random.default_rng(0).permutation(np.array(found).flatten()).reshape(-1, 4)) > 0.1
     np.testing.assert_allclose(costs_of_rows(collate_rows(rows), 4), np.array(found).max(1))
