@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.overhead import LEARNING_RATE, REPOSITORY, circumstances, transformer_fields, write_results
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
-from lightning_mcore.data.packing.best_fit import Part, TokenSample, pack_lengths, pack_parts
+from lightning_mcore.data.packing.best_fit import RowPart, TokenSample, pack_lengths, pack_parts
 from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from lightning_mcore.data.sampling import even_out
@@ -226,7 +226,7 @@ def streamed_squares(lengths: np.ndarray, ranks: int) -> np.ndarray:
 def streamed_rows(packer: OnlinePacker, lengths: np.ndarray) -> list[list[list[int]]]:
     """Return the lengths of the documents in each part of the rows that a stream makes."""
     tokens = np.zeros(LONG_ROW + 1, np.int64)
-    packer._close = lambda row: [Part(width, [each.length for each in part]) for width, part in row]  # type: ignore
+    packer._close = lambda row: [RowPart(width, [each.length for each in part]) for width, part in row]  # type: ignore
     made = [packer.add(TokenSample(tokens[: length + 1])) for length in lengths.tolist()]
     rows: Any = [row for closed in made for row in closed] + packer.flush()
     return rows
@@ -251,7 +251,7 @@ def measure_context(options: argparse.Namespace) -> list[dict[str, Any]]:
             found |= {"padding_before": padding_of(lengths, 2 * ranks)}
             packed = pack_parts(lengths, LONG_ROW, 2 * ranks, ranks)
             of_files = [
-                [Part(width, lengths[part].tolist()) for width, part in packed[row]] for row in range(len(packed))
+                [RowPart(width, lengths[part].tolist()) for width, part in packed[row]] for row in range(len(packed))
             ]
             of_stream = streamed_rows(OnlinePacker(LONG_ROW, 2 * ranks, parts=ranks), lengths)
             for kind, rows in (("", of_files), ("streamed_", of_stream)):

@@ -107,9 +107,10 @@ def packed_sequences(
         real_rows, padded_rows = known_real.tolist(), known_padded.tolist()
     segments, own, shared_by = [range(context_parallel_size)], range(row_length), None
     if hybrid_rank is not None:
-        segments, part = segments_of(padded_rows, row_length, context_parallel_size), row_length // context_parallel_size
+        segments = segments_of(padded_rows, row_length, context_parallel_size)
         [ranks] = (each for each in segments if hybrid_rank in each)
         if len(segments) > 1:
+            part = row_length // context_parallel_size
             own, shared_by = range(ranks.start * part, ranks.stop * part), len(ranks)
     offsets, lengths = [0], []
     for row, (real, padded) in enumerate(zip(real_rows, padded_rows, strict=True)):

@@ -7,10 +7,10 @@ slices ``r`` and ``2 * size - 1 - r``: one cheap, one expensive, the same work f
 like a separate one, so every rank has the same work whatever the lengths, and the boundaries on a rank are the row's,
 divided by ``size``.
 
-With ``hybrid_context_parallel``, fewer ranks may share a packed row's documents. Each rank has ``length / size`` tokens
-of every row, so ``n`` neighbouring ranks have room for ``n * length / size`` neighbouring tokens. If a document begins in
-the middle of a row, each half of the ranks shares the documents of its half of the row and exchanges nothing with the
-other half. Halves are halved the same way (:func:`segments_of`). A rank alone has whole documents.
+With ``hybrid_context_parallel``, fewer ranks may share a packed row's documents. Each rank still has ``length / size``
+tokens of every row. If a document begins in the middle of a row, each half of the ranks shares the documents in its
+half of the row, and exchanges nothing with the other half. Halves are halved the same way, down to single ranks, which
+have whole documents (:func:`segments_of`).
 
 ``MCoreModule.shard_context`` cuts the batch this way before the step, Megatron cuts rotary embeddings, and
 ``layers/core_attention.py`` puts keys and values back in order. Nothing here communicates.

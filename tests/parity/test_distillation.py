@@ -29,7 +29,7 @@ from lightning_mcore import (
     collate_padded,
     collate_rows,
 )
-from lightning_mcore.data.packing.best_fit import Part, TokenSample
+from lightning_mcore.data.packing.best_fit import RowPart, TokenSample
 from lightning_mcore.data.packing.rows import build_parts, build_row
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.callback import SaveHFModel
@@ -37,6 +37,7 @@ from lightning_mcore.interop.export import export_checkpoint
 from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.hidden_states import PROJECTIONS
 from lightning_mcore.models import generation
+from lightning_mcore.parallel.groups import process_group
 from tests.parity.global_tensors import whole_gradients
 from tests.parity.hf_training import KeepsGradients, Part, differing_gradients, differing_values, on_disk
 from tests.support.chats import characters, exchanges, write
@@ -56,7 +57,10 @@ pytestmark = [
 LENGTH, MULTIPLE = 48, 4  # a context-parallel rank pair asks for multiples of 4
 CHUNK = 10  # tokens
 ROWS = ((0, 1), (2, 3))  # the samples in packed rows
-IN_PARTS = (((1,), (0, 2)), ((3,),))  # in the parts of a row whose samples are whole on two ranks, and of one for both
+IN_PARTS = {  # by context-parallel ranks: rows, the ranks of their parts, and the samples in these
+    2: (((1, (1,)), (1, (0, 2))), ((2, (3,)),)),
+    4: (((2, (1,)), (2, (2, 0))), ((4, (3,)),)),
+}
 LOSS = 1e-5
 
 CASES = {
@@ -132,6 +136,7 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         Layout(dp=2, cp=2): (*DENSE[1:], *HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
         Layout(dp=2, pp=2): (*DENSE, *HIDDEN),
     },
+    "4 that share rows": {Layout(cp=4): IN_ROWS_OF_BOTH_KINDS},
 }
 
 
@@ -255,8 +260,12 @@ class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         rank, ranks = data_parallel_place(self.trainer)
         if self._packed == "hybrid":
-            wide = [[Part(2 // len(row), [samples()[i] for i in part]) for part in row] for row in IN_PARTS[rank::ranks]]
-            batch = collate_rows([build_parts(build_row, row, LENGTH, MULTIPLE) for row in wide])
+            context = process_group("cp").size()
+            wide = [
+                [RowPart(width, [samples()[i] for i in part]) for width, part in row]
+                for row in IN_PARTS[context][rank::ranks]
+            ]
+            batch = collate_rows([build_parts(build_row, row, LENGTH, 2 * context) for row in wide])
         elif self._packed:
             rows = [build_row([samples()[i] for i in row], LENGTH + 8, MULTIPLE) for row in ROWS[rank::ranks]]
             batch = collate_rows(rows)

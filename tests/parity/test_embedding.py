@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import Embedding, LoRA, MCoreEmbedding, MCoreEmbeddingData, MCoreStrategy, Recipe, SaveHFModel
 from lightning_mcore.data.embedding.texts import Texts, build_texts_row, collate_padded_texts, collate_texts_rows
-from lightning_mcore.data.packing.best_fit import Part
+from lightning_mcore.data.packing.best_fit import RowPart
 from lightning_mcore.data.packing.rows import build_parts
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.export import export_checkpoint
+from lightning_mcore.parallel.groups import process_group
 from tests.parity.hf_training import Part, finished_gradients, on_disk
 from tests.support.chats import END, characters, write
 from tests.support.hf_models import VOCAB_SIZE, save_tiny, tiny_folder
@@ -51,7 +52,10 @@ CASES = {
 QUERIES = 4
 ROWS = {1: ((0, 1, 2), (3,)), 2: ((0, 1), (2, 3))}  # the queries in packed rows, for one microbatch or two
 
-IN_PARTS = (((0,), (1,)), ((2, 3),))  # in the parts of a row whose queries are whole on two ranks, and of one for both
+IN_PARTS = {  # by context-parallel ranks: rows, the ranks of their parts, and the queries in these
+    2: (((1, (0,)), (1, (1,))), ((2, (2, 3)),)),
+    4: (((2, (0,)), (2, (1,))), ((4, (2, 3)),)),
+}
 
 Form = bool | Literal["hybrid"]  # whether rows are packed, perhaps with hybrid_context_parallel
 Run = tuple[str, str, Form]  # a case, a family, and the form of the rows
@@ -79,6 +83,7 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         Layout(dp=2, cp=2): (*BOTH, *OTHER, *HYBRID),
         Layout(dp=2, pp=2, distributed_optimizer=True): (BOTH[0], OTHER[1]),
     },
+    "4 that share rows": {Layout(cp=4): HYBRID},
 }
 
 
@@ -161,8 +166,8 @@ def plain_steps(case: str, family: str, parts: int) -> Wanted:
 class Data(pl.LightningDataModule):
     """The rows of the queries in ``parts`` microbatches a step.
 
-    They are packed into ``packed`` tokens, perhaps for ``hybrid`` context parallelism of two ranks, or if this is None
-    padded to ``length``, or to the longest text.
+    They are packed into ``packed`` tokens, perhaps for ``hybrid`` context parallelism, or if this is None padded to
+    ``length``, or to the longest text.
     """
 
     def __init__(
@@ -181,7 +186,7 @@ class Data(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank, ranks = data_parallel_place(self.trainer)
-        packed = IN_PARTS if self._hybrid else ROWS[self._parts]
+        packed: Any = IN_PARTS[process_group("cp").size()] if self._hybrid else ROWS[self._parts]
         chosen: Any = packed if self._packed else range(QUERIES)
         size = len(chosen) // self._parts
         parts = [chosen[part * size :][:size][rank::ranks] for part in range(self._parts)]
@@ -200,8 +205,9 @@ class Data(pl.LightningDataModule):
     def _pack(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         assert self._packed is not None
         if self._hybrid:
-            wide = [[Part(2 // len(row), self._take(part)) for part in row] for row in rows]
-            return collate_texts_rows([build_parts(build_texts_row, row, self._packed, MULTIPLE) for row in wide])
+            wide = [[RowPart(width, self._take(part)) for width, part in row] for row in rows]
+            multiple = 2 * process_group("cp").size()
+            return collate_texts_rows([build_parts(build_texts_row, row, self._packed, multiple) for row in wide])
         return collate_texts_rows([build_texts_row(self._take(row), self._packed, MULTIPLE) for row in rows])
 
     def _pad(self, numbers: Sequence[int]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from lightning_mcore import (
     Preference,
     Reranker,
 )
-from lightning_mcore.data.packing.best_fit import Part
+from lightning_mcore.data.packing.best_fit import RowPart
 from lightning_mcore.data.packing.rows import build_parts, build_row, collate_rows
 from lightning_mcore.layers import core_attention
 from tests.parity.bare_loop import Trace
@@ -111,7 +111,7 @@ def built(rows: Rows, ranks: int) -> list[Batch]:
     found = []
     for samples, row in zip(all_documents(rows), rows, strict=True):
         left = iter(samples)
-        parts = [Part(width, list(islice(left, count))) for width, count in parts_of(row, ranks)]
+        parts = [RowPart(width, list(islice(left, count))) for width, count in parts_of(row, ranks)]
         found.append(collate_rows([build_parts(build_row, parts, row[0], 2 * ranks)]))
     return found
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import LoRA, MCorePreference, MCoreStrategy, Preference, Recipe, SaveHFModel
-from lightning_mcore.data.packing.best_fit import Part, TokenSample
+from lightning_mcore.data.packing.best_fit import RowPart, TokenSample
 from lightning_mcore.data.packing.rows import build_parts
 from lightning_mcore.data.preference.pairs import (
     Pair,
@@ -37,6 +37,7 @@ from lightning_mcore.data.preference.pairs import (
 )
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.export import export_checkpoint
+from lightning_mcore.parallel.groups import process_group
 from tests.parity.hf_training import KeepsGradients, Part, differing_values, on_disk
 from tests.support.hf_models import VOCAB_SIZE, tiny_folder
 from tests.support.layouts import Layout
@@ -51,9 +52,12 @@ pytestmark = [
 ]
 
 LENGTH = 48
-MULTIPLE = 4  # what cp2 asks of a sequence
+MULTIPLE = 8  # what cp4 asks of a sequence
 ROWS = ((0, 1, 2), (3,))  # the pairs in packed rows
-IN_PARTS = (((0,), (2, 1)), ((3,),))  # in the parts of a row whose pairs are whole on two ranks, and of one for both
+IN_PARTS = {  # by context-parallel ranks: rows, the ranks of their parts, and the pairs in these
+    2: (((1, (0,)), (1, (2, 1))), ((2, (3,)),)),
+    4: (((1, (2,)), (1, (1,)), (2, (3,))), ((4, (0,)),)),
+}
 LOSS = 1e-5
 
 CASES = {
@@ -105,6 +109,7 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
             *(*HYBRID, ("kto", "qwen2", "hybrid")),
         ),
     },
+    "4 that share rows": {Layout(cp=4): HYBRID},
 }
 
 
@@ -306,7 +311,7 @@ class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         rank, ranks = data_parallel_place(self.trainer)
         if self._packed:
-            rows: Any = IN_PARTS if self._packed == "hybrid" else ROWS
+            rows: Any = IN_PARTS[process_group("cp").size()] if self._packed == "hybrid" else ROWS
             rows = rows[rank::ranks] if ranks > 1 else rows
             return DataLoader([rows], batch_size=None, collate_fn=self._pack)  # type: ignore[arg-type]
         mine = list(range(len(pairs())))[rank::ranks]
@@ -321,8 +326,9 @@ class Data(pl.LightningDataModule):
 
     def _pack(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         if self._packed == "hybrid":
-            wide = [[Part(2 // len(row), self.source.take(part)) for part in row] for row in rows]
-            return collate_pair_rows([build_parts(build_pair_row, row, LENGTH + 24, MULTIPLE) for row in wide])
+            wide = [[RowPart(width, self.source.take(part)) for width, part in row] for row in rows]
+            multiple = 2 * process_group("cp").size()
+            return collate_pair_rows([build_parts(build_pair_row, row, LENGTH + 24, multiple) for row in wide])
         return collate_pair_rows([build_pair_row(self.source.take(row), LENGTH + 24, MULTIPLE) for row in rows])
 
     def _pad(self, chosen: Sequence[int]) -> dict[str, Tensor]:

@@ -226,7 +226,7 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
     return PackedRows(order, offsets)
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A part of a row: samples that ``width`` neighbouring context-parallel ranks share."""
 
     width: int
@@ -245,9 +245,11 @@ class PackedParts:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> list[Part]:
+    def __getitem__(self, row: int) -> list[RowPart]:
         """Return the parts of a row, with sample numbers."""
-        return [Part(int(self.widths[part]), self.parts[part]) for part in range(*self.offsets[row : row + 2].tolist())]
+        return [
+            RowPart(int(self.widths[part]), self.parts[part]) for part in range(*self.offsets[row : row + 2].tolist())
+        ]
 
     def padded(self, lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
         """Return the places that sequences of these lengths take, [samples] or [samples, n]."""
@@ -275,7 +277,9 @@ def multiple_in(multiple: int, width: int, ranks: int) -> int:
     return 1 if rest else share  # with a rest, it is not for these ranks
 
 
-def pack_parts(lengths: NDArray[Any] | Sequence[int], row_length: int, multiple: int = 1, ranks: int = 1) -> PackedParts:
+def pack_parts(
+    lengths: NDArray[Any] | Sequence[int], row_length: int, multiple: int = 1, ranks: int = 1
+) -> PackedParts:
     """Pack samples into rows for context-parallel ranks, so that as few ranks as possible share a sample.
 
     A rank has ``row_length / ranks`` places of a row, and a part for ``width`` ranks ``width`` times as many. A sample

@@ -29,7 +29,7 @@ from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,
     PackingStatistics,
-    Part,
+    RowPart,
     TokenSample,
     fit_sample,
     multiple_in,
@@ -64,7 +64,7 @@ def samples_from_state(state: Mapping[str, Any]) -> list[TokenSample]:
     return [TokenSample(tokens.numpy(), mask.numpy(), sample_id) for tokens, mask, sample_id in parts]
 
 
-Row = list[Part]
+Row = list[RowPart]
 """The parts of a row, with their samples."""
 
 
@@ -106,12 +106,12 @@ class _OpenRows:
             insort(self._open, row)
         else:
             done.append(row)
-        return [[Part(1, row.samples)] for row in done]
+        return [[RowPart(1, row.samples)] for row in done]
 
     def flush(self) -> list[Row]:
         """Return all rows, from fullest to emptiest."""
         rows, self._open = self._open, []
-        return [[Part(1, row.samples)] for row in rows]
+        return [[RowPart(1, row.samples)] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open rows."""
@@ -169,7 +169,7 @@ class _WaitingSamples:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows that are packed, and the other samples."""
-        # ``part_sizes``, each with the part's ranks, deals samples to the parts of each row; those that are left are in no row.
+        # ``part_sizes`` has the ranks and samples of each part of a row. Those that are left are in no row.
         return {
             "part_sizes": [[[width, len(samples)] for width, samples in row] for row in self._packed],
             **samples_to_state([*chain(*(samples for row in self._packed for _, samples in row)), *self._loose]),
@@ -179,10 +179,10 @@ class _WaitingSamples:
         """Continue from a state."""
         samples = iter(samples_from_state(state))
         self._packed = deque(
-            [Part(width, list(islice(samples, size))) for width, size in sizes] for sizes in state["part_sizes"]
+            [RowPart(width, list(islice(samples, size))) for width, size in sizes] for sizes in state["part_sizes"]
         )
         self._loose = list(samples)
-        self._tokens = sum(map(_tokens_in, [*self._packed, [Part(1, self._loose)]]))
+        self._tokens = sum(map(_tokens_in, [*self._packed, [RowPart(1, self._loose)]]))
 
     def _pack(self) -> None:
         """Pack all samples, and keep half of the rows."""
@@ -211,7 +211,7 @@ class _WaitingSamples:
         return [packed[row] for row in range(len(packed))]
 
     def _row(self, numbers: Row) -> Row:
-        return [Part(width, [self._loose[index] for index in samples]) for width, samples in numbers]
+        return [RowPart(width, [self._loose[index] for index in samples]) for width, samples in numbers]
 
 
 def _tokens_in(row: Row) -> int:

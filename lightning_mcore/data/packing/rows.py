@@ -38,7 +38,7 @@ from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,
     PackingStatistics,
-    Part,
+    RowPart,
     TokenSample,
     count_rows,
     fit_sample,
@@ -108,7 +108,7 @@ def pack(
 
 
 def build_parts(
-    build: Callable[[Any, int, int], dict[str, Any]], parts: Sequence[Part], row_length: int, multiple: int
+    build: Callable[[Any, int, int], dict[str, Any]], parts: Sequence[RowPart], row_length: int, multiple: int
 ) -> dict[str, Any]:
     """Return a packed row of parts, whose widths add up to the ranks that share it.
 

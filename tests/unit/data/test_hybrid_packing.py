@@ -180,7 +180,9 @@ def test_ranks_that_share_documents_have_them_as_if_they_were_all_ranks_of_a_sho
 def test_documents_must_divide_into_slices_for_the_ranks_that_share_them() -> None:
     offsets = torch.tensor([[0, 18, 32, 41, 48, 64]])  # ranks 0 and 1 share 18 and 14, the others have whole ones
     for rank in range(4):
-        with refuses(ValueError, "packed sequence 0 has 18 tokens, padding included, which do not divide into 4 slices"):
+        with refuses(
+            ValueError, "packed sequence 0 has 18 tokens, padding included, which do not divide into 4 slices"
+        ):
             packed_sequences(offsets, offsets, ROW, 4, rank)
     offsets[0, 1] += 2
     shared_by = [packed_sequences(offsets, offsets, ROW, 4, rank).boundaries for rank in range(4)]
