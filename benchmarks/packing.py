@@ -11,8 +11,8 @@
   files and for streams, which each rank packs for itself. Computed, not timed, from the operations of a Llama-3 8B in
   rows of 32,768.
 * **Context parallelism.** What a row costs the ranks that share it, if every document is split over them, and with
-  ``hybrid_context_parallel``: padding, keys and values that a rank sends, and the share of the time that ranks would
-  wait if they met after every row. Computed like the idle share.
+  ``hybrid_context_parallel``: how many ranks share documents, padding, keys and values that a rank sends, and the share
+  of the time that ranks would wait if they met after every row. Computed like the idle share.
 * **Training speed.** Real tokens per second on one CPU rank under ``MCoreStrategy``. One ``Trainer.fit`` trains on one
   group of samples after another, each group in three forms: packed, padded to the longest sample of a batch, and padded
   to the row length. Batches of the three forms alternate, with equally many optimizer steps, so all forms see the same
@@ -241,7 +241,7 @@ def idle_share(work: np.ndarray) -> float:
 
 
 def measure_context(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return padding, traffic and waiting for every document split, and for short documents whole, also in a stream."""
+    """Return padding, traffic and waiting for every document split, and for as few ranks as possible, also in a stream."""
     results = []
     for name, lengths in distributions(options.fill_samples, LONG_ROW).items():
         for ranks in options.context_ranks:
@@ -268,8 +268,8 @@ def measure_context(options: argparse.Namespace) -> list[dict[str, Any]]:
                 )
                 padding = 1 - lengths.sum() / (len(rows) * LONG_ROW)
                 found |= {
-                    f"{kind}split_rows": float((shared_by == ranks).mean()),
-                    f"{kind}between": float(((shared_by > 1) & (shared_by < ranks)).mean()),
+                    f"{kind}shared_by_all": float((shared_by == ranks).mean()),
+                    f"{kind}shared_by_some": float(((shared_by > 1) & (shared_by < ranks)).mean()),
                     f"{kind}padding": float(padding),
                     f"{kind}idle": idle_in_rows(work),
                     f"{kind}sent": sent * float(((shared_by - 1) / (ranks - 1)).mean()),
@@ -475,19 +475,20 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         lines.append("")
     if "context" in results:
         lines += [
-            "One row of 32,768 tokens on the ranks that share it, Llama-3 8B (computed): every document split, and "
-            "short documents whole (`hybrid_context_parallel`):",
+            "One row of 32,768 tokens on the ranks that share it, Llama-3 8B (computed): every document split, and as "
+            "few ranks as possible for each (`hybrid_context_parallel`):",
             "",
-            "| lengths | ranks | rows that are split | GiB a rank sends for a row: all split | hybrid | "
-            "padding: all split | hybrid | waiting: parts in any order | parts of like cost | "
-            "stream: rows that are split | padding | waiting |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            "| lengths | ranks | places that all ranks share | some ranks share | GiB a rank sends for a row: all split | "
+            "hybrid | padding: all split | hybrid | waiting: parts of one rank in any order | parts of like cost | "
+            "stream: places that all ranks share | some ranks share | GiB | padding | waiting |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [
-            f"| {row['lengths']} | {row['ranks']} | {row['split_rows']:.1%} | {row['sent_before']:.2f} | "
-            f"{row['sent']:.2f} | {row['padding_before']:.2%} | {row['padding']:.2%} | "
-            f"{row['idle_of_any_parts']:.1%} | {row['idle']:.1%} | "
-            f"{row['streamed_split_rows']:.1%} | {row['streamed_padding']:.2%} | {row['streamed_idle']:.1%} |"
+            f"| {row['lengths']} | {row['ranks']} | {row['shared_by_all']:.1%} | {row['shared_by_some']:.1%} | "
+            f"{row['sent_before']:.2f} | {row['sent']:.2f} | {row['padding_before']:.2%} | {row['padding']:.2%} | "
+            f"{row['idle_of_any_parts']:.1%} | {row['idle']:.2%} | {row['streamed_shared_by_all']:.1%} | "
+            f"{row['streamed_shared_by_some']:.1%} | {row['streamed_sent']:.2f} | {row['streamed_padding']:.2%} | "
+            f"{row['streamed_idle']:.2%} |"
             for row in results["context"]
         ]
         lines.append("")

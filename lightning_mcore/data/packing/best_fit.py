@@ -29,6 +29,8 @@ from lightning_mcore.parallel.context import segment_widths
 logger = logging.getLogger(__name__)
 
 
+# Parts that are less full are packed again for more ranks, if that takes less than this share of their places
+_LOOSE = 0.95
 # What is left out, by the name of its count
 _LEFT_OUT = {
     "pieces_without_target": "pieces without a target",
@@ -283,8 +285,9 @@ def pack_parts(
     """Pack samples into rows for context-parallel ranks, so that as few ranks as possible share a sample.
 
     A rank has ``row_length / ranks`` places of a row, and a part for ``width`` ranks ``width`` times as many. A sample
-    goes into the narrowest part that has room for it, or fills up a wider one. Parts of similar costs share a row, so
-    its ranks wait less for each other. With ``ranks=1``, this packs as :func:`pack_lengths` does.
+    goes into the narrowest part that has room for it, or fills up a wider one, or shares one if narrow parts would be
+    far from full. Parts of similar costs share a row, so its ranks wait less for each other. With ``ranks=1``, this
+    packs as :func:`pack_lengths` does.
 
     ``lengths`` are [samples], or [samples, n] if samples have several sequences, which stay together and are padded one
     by one, to what :func:`multiple_in` returns. Raises as :func:`pack_lengths` does, and ValueError if a row does not
@@ -305,7 +308,19 @@ def pack_parts(
         found = packed(rest, width)
         is_wide = _sums((places > room * narrower).astype(float), found) > 0
         of_width[width], rest = _chosen(found, is_wide), _chosen(found, ~is_wide).order
-    parts = packed(rest, 1)
+    of_width[1] = packed(rest, 1)
+    # Samples of 5 leave much room in parts of 8, but a row of 16 has room for three. Where the choice is one rank or all
+    # of them, what fits on one stays there.
+    for narrower, width in pairwise(widths[::-1]):
+        if (narrower, width) == (1, ranks):
+            break
+        is_loose = _sums(_of_samples(lengths).astype(float), of_width[narrower]) < _LOOSE * room * narrower
+        loose = _chosen(of_width[narrower], is_loose)
+        again = packed(loose.order, width)
+        if len(again) * width < _LOOSE * len(loose) * narrower:
+            of_width[narrower] = _chosen(of_width[narrower], ~is_loose)
+            of_width[width] = _joined([of_width[width], again])
+    parts = of_width[1]
     shared_by = np.ones(len(parts), np.int64)
     # Parts are joined with others that cost as much, until they fill a row: 4 with 2 2, and 7 1 with 5 3. Nothing is
     # left to join the first two with, so 4 2 2 are packed again, for all ranks.

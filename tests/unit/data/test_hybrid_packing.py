@@ -65,6 +65,13 @@ LENGTHS: dict[str, list[int]] = {
 }
 
 
+def test_all_ranks_share_samples_of_which_two_would_leave_half_a_row_empty() -> None:
+    rows = pack(samples_of([200] * 9), 640, multiple=8, parts=4)
+    assert [row["sample_ids"].tolist() for row in rows] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    by_two = pack(samples_of([270] * 6), 640, multiple=8, parts=4)  # of which no row has room for three
+    assert [row["cu_seqlens_padded"].tolist() for row in by_two] == [[0, 320, 640]] * 3
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("how", ["dataset", "samples in memory", "stream"])
