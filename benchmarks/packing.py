@@ -223,8 +223,8 @@ def streamed_squares(lengths: np.ndarray, ranks: int) -> np.ndarray:
     return np.array([squares[:turns] for squares in by_rank], np.float64).T.flatten()
 
 
-def streamed_rows(packer: OnlinePacker, lengths: np.ndarray) -> list[list[list[int]]]:
-    """Return the lengths of the documents in each part of the rows that a stream makes."""
+def streamed_rows(packer: OnlinePacker, lengths: np.ndarray) -> list[list[RowPart]]:
+    """Return the parts of the rows that a stream makes, with the lengths of their documents."""
     tokens = np.zeros(LONG_ROW + 1, np.int64)
     packer._close = lambda row: [RowPart(width, [each.length for each in part]) for width, part in row]  # type: ignore
     made = [packer.add(TokenSample(tokens[: length + 1])) for length in lengths.tolist()]
@@ -241,7 +241,7 @@ def idle_share(work: np.ndarray) -> float:
 
 
 def measure_context(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return padding, traffic and waiting for every document split, and for as few ranks as possible, also in a stream."""
+    """Return padding, traffic and waiting for every document split, and on as few ranks as possible."""
     results = []
     for name, lengths in distributions(options.fill_samples, LONG_ROW).items():
         for ranks in options.context_ranks:
@@ -256,16 +256,13 @@ def measure_context(options: argparse.Namespace) -> list[dict[str, Any]]:
             of_stream = streamed_rows(OnlinePacker(LONG_ROW, 2 * ranks, parts=ranks), lengths)
             for kind, rows in (("", of_files), ("streamed_", of_stream)):
                 shared_by = np.array([[width for width, _ in row for _ in range(width)] for row in rows])
-                squares = [[sum(length**2 for length in part) / width for width, part in row] for row in rows]
-                work = work_of_parts(
-                    np.array(
-                        [
-                            [square for square, (width, _) in zip(of_row, row, strict=True) for _ in range(width)]
-                            for of_row, row in zip(squares, rows, strict=True)
-                        ]
-                    ),
-                    ranks,
-                )
+                squares = [
+                    np.repeat(
+                        [sum(length**2 for length in part) / width for width, part in row], [width for width, _ in row]
+                    )
+                    for row in rows
+                ]
+                work = work_of_parts(np.array(squares), ranks)
                 padding = 1 - lengths.sum() / (len(rows) * LONG_ROW)
                 found |= {
                     f"{kind}shared_by_all": float((shared_by == ranks).mean()),
@@ -478,8 +475,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
             "One row of 32,768 tokens on the ranks that share it, Llama-3 8B (computed): every document split, and as "
             "few ranks as possible for each (`hybrid_context_parallel`):",
             "",
-            "| lengths | ranks | places that all ranks share | some ranks share | GiB a rank sends for a row: all split | "
-            "hybrid | padding: all split | hybrid | waiting: parts of one rank in any order | parts of like cost | "
+            "| lengths | ranks | places that all ranks share | some ranks share | GiB a rank sends for a row: all split "
+            "| hybrid | padding: all split | hybrid | waiting: parts of one rank in any order | parts of like cost | "
             "stream: places that all ranks share | some ranks share | GiB | padding | waiting |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
