@@ -473,11 +473,11 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     if "context" in results:
         lines += [
             "One row of 32,768 tokens on the ranks that share it, Llama-3 8B (computed): every document split, and as "
-            "few ranks as possible for each (`hybrid_context_parallel`):",
+            "few ranks as possible for each (`hybrid_context_parallel`). Shares are of all positions:",
             "",
-            "| lengths | ranks | places that all ranks share | some ranks share | GiB a rank sends for a row: all split "
+            "| lengths | ranks | all ranks share | some ranks share | GiB a rank sends for a row: all split "
             "| hybrid | padding: all split | hybrid | waiting: parts of one rank in any order | parts of like cost | "
-            "stream: places that all ranks share | some ranks share | GiB | padding | waiting |",
+            "stream: all ranks share | some ranks share | GiB | padding | waiting |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [

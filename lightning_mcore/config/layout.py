@@ -136,7 +136,8 @@ class ParallelLayout:
         expert_tensor_parallel_size: Number of ranks across which each expert's matrices are split; None for
             ``tensor_model_parallel_size``.
         sequence_parallel: Whether norms and dropout split the sequence over the tensor-parallel ranks.
-        hybrid_context_parallel: Whether packed documents may stay whole on one context-parallel rank.
+        hybrid_context_parallel: Whether some of the context-parallel ranks, or one, may have packed documents to
+            themselves.
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or the layout is neither a string nor lists of strings.

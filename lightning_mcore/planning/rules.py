@@ -505,7 +505,7 @@ def _assumptions(
     if own is not None and settings.data.get("packing") and any((own.delta_net, own.kimi_delta, own.mamba)):
         yield f"{SEQUENCES} sequences of equal length in each packed row"
     if _is_hybrid(settings, rules):
-        yield "all packed rows are split over the context-parallel ranks; rows of short documents take less than that"
+        yield "all packed rows are split over all context-parallel ranks; rows of shorter documents take less than that"
     yield from assumptions_of_loss(model)
     yield from assumptions_of_vision(fields)
 

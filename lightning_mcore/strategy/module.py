@@ -245,9 +245,8 @@ class MCoreModule(pl.LightningModule):
 
         Every tensor with at least two dimensions is cut along dimension 1 in TransformerEngine's zigzag order: of 8
         tokens, rank 0 of 2 gets tokens 0, 1, 6 and 7, rank 1 gets tokens 2 to 5. In a packed batch, tensors with a
-        value for each token are cut this way within each sub-sequence; with ``hybrid_context_parallel``, a row whose
-        sub-sequences allow it is cut into neighbouring tokens instead. Override this method if a tensor of your batch
-        does not have the sequence in dimension 1.
+        value for each token are cut this way within each sub-sequence; with ``hybrid_context_parallel``, only for the
+        ranks that share it. Override this method if a tensor of your batch does not have the sequence in dimension 1.
 
         Args:
             batch: A batch: any nesting of dicts, lists and tuples of tensors, [b, s, ...].

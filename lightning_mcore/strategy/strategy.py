@@ -120,8 +120,8 @@ class MCoreStrategy(DDPStrategy):
         expert_tensor_parallel_size: Number of ranks across which each expert's matrices are split; None for the
             tensor-parallel size.
         sequence_parallel: Split the activations between matrix multiplications across the tensor-parallel ranks.
-        hybrid_context_parallel: Let packed documents of up to ``seq_length / context_parallel_size`` tokens stay whole
-            on one context-parallel rank, and split only rows with longer ones. Microbatches then have one row.
+        hybrid_context_parallel: Split each packed document across as few context-parallel ranks as have room for it:
+            one, all, or a half, a quarter and so on of them. Microbatches then have one row.
         use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks; None for the value in
             ``ddp_config``, False by default.
         use_layer_wise_distributed_optimizer: Shard the state of any torch optimizer, such as ``MuonWithAdamW``, by

@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
     ),
     "cp2, hybrid": (2, {"context_parallel_size": 2, "hybrid_context_parallel": True, "micro_batch_size": 1}),
+    "cp4, hybrid": (4, {"context_parallel_size": 4, "hybrid_context_parallel": True, "micro_batch_size": 1}),
     "pp2, cut into rows": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
 }
 
@@ -75,7 +76,7 @@ def run(strategy: dict[str, Any], copies: int) -> tuple[dict[str, float], list[l
     """Train, validate and predict; return what was validated, predicted and logged."""
     model, memory = gpt(), Memory()
     trainer = make_trainer(strategy, max_epochs=2, logger=memory, accumulate_grad_batches=2 // copies)
-    trainer.fit(model, loader(2, rows()[:4]))
+    trainer.fit(model, loader(2, rows()[2:6]))
     [validated] = trainer.validate(model, loader(2), verbose=False)
     predicted: Any = trainer.predict(model, loader(2))
     return validated, torch.cat(predicted).tolist(), memory.rows

@@ -309,8 +309,8 @@ def pack_parts(
         is_wide = _sums((places > room * narrower).astype(float), found) > 0
         of_width[width], rest = _chosen(found, is_wide), _chosen(found, ~is_wide).order
     of_width[1] = packed(rest, 1)
-    # Samples of 5 leave much room in parts of 8, but a row of 16 has room for three. Where the choice is one rank or all
-    # of them, what fits on one stays there.
+    # Samples of 5 leave much room in parts of 8, but a row of 16 has room for three. Without a choice between one rank
+    # and all, what fits on one stays there.
     for narrower, width in pairwise(widths[::-1]):
         if (narrower, width) == (1, ranks):
             break

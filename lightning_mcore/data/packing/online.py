@@ -190,12 +190,12 @@ class _WaitingSamples:
         def is_last_choice(row: Row) -> tuple[bool, int]:
             # Rows with samples that fewer ranks could share, had there been others to join them with, come after all
             # others, then fuller rows come first.
-            room = self._row_length // self._parts
+            room, parts = self._row_length // self._parts, self._row(row)
             is_wide = any(
                 width > 1 and max(sample.length for sample in samples) <= room * segment_widths(width)[1]
-                for width, samples in self._row(row)
+                for width, samples in parts
             )
-            return is_wide, -_tokens_in(self._row(row))
+            return is_wide, -_tokens_in(parts)
 
         rows = sorted(self._rows(), key=is_last_choice)
         half = rows[: -(-len(rows) // 2)]

@@ -549,7 +549,7 @@ def test_rows_longer_than_the_model_expects_are_an_assumption() -> None:
 
 
 def test_short_documents_that_may_stay_whole_are_an_assumption_and_need_rows_one_by_one() -> None:
-    packed, length = {"packing": True, "batch_size": 2, "seq_length": 32}, "all packed rows are split"
+    packed, length = {"packing": True, "batch_size": 2, "seq_length": 32}, "all packed rows are split over all"
     hybrid = {"context_parallel_size": 2, "hybrid_context_parallel": True, "micro_batch_size": 1}
     for strategy, data, wanted in (
         (hybrid, packed, True),
