@@ -42,13 +42,12 @@ SUSPENDED = 15.0  # seconds in which all ranks are stopped
 PROCESSES, LAUNCHER = "processes", "launcher"
 ENDS, DONE, REFUSED = "ends", "done", "refused"
 _SIGNALS = {"SIGKILL", "SIGHUP", "SIGSEGV", "os._exit"}  # and the like: the rank says nothing
-_AFTER_THE_RUN = {"on_train_end", "teardown"}  # the other rank may have done all that it had to
+_AFTER_THE_RUN = {"on_train_end", "on_fit_end", "teardown", "end"}  # the other rank may have done all it had to
 _TEXTS = {
     "StopIteration": "RuntimeError: StopIteration was raised in a step",
     "stops the other": f"ValueError: {SAYING}",
     "SystemExit": "SystemExit: 3",
     "UnpicklableError": "UnpicklableError",
-    "SIGTERM": "SIGTERMException: 143",
 }
 
 
@@ -94,6 +93,8 @@ class Scenario:
             return rf"rank {rank} was stopped \(SIGSTOP\)"
         if fault in ("SIGINT", "KeyboardInterrupt"):
             return rf"rank {rank} was interrupted"
+        if fault == "SIGTERM":
+            return rf"rank {rank} of 2 was ended by SIGTERM"
         text = re.escape(_TEXTS.get(fault, f"{fault}: {SAYING}"))
         return rf"rank {rank} (of 2 )?failed: {text}|{text}(.|\n){{0,60}}\(on rank {rank} of 2\)"
 
@@ -122,6 +123,10 @@ def short_table() -> list[Scenario]:
         Scenario(Plan("SIGKILL", rank=0, layout="pp2")),
         Scenario(Plan("ValueError", rank=-1, again=True), expected=DONE),
         Scenario(Plan("ValueError", rank=1, again=True), expected=REFUSED),
+        Scenario(Plan("ValueError", "on_fit_end", rank=1), LAUNCHER),
+        Scenario(
+            Plan("ValueError", "end", rank=1), LAUNCHER, sentence=rf"ValueError: {SAYING}(.|\n)*rank 1 of this machine"
+        ),
     ]
 
 
@@ -130,7 +135,7 @@ def table() -> list[Scenario]:
     in_step = ["ValueError", "StopIteration", "GeneratorExit", "KeyboardInterrupt", "SystemExit", "MemoryError"]
     in_step += ["UnpicklableError", "os._exit", "SIGKILL", "SIGTERM", "SIGHUP", "SIGSTOP", "SIGSEGV", "SIGINT"]
     places = ["configure_model", "configure_optimizers", "setup", "on_train_start", "on_train_batch_end"]
-    places += ["validation_step", "optimizer_step", "save", "on_train_end", "teardown", "dataset"]
+    places += ["validation_step", "optimizer_step", "save", "on_train_end", "on_fit_end", "teardown", "dataset"]
     layouts = list(faulty_run.LAYOUTS)
     plans = [Plan(fault, rank=rank) for rank in (0, 1) for fault in in_step]
     plans += [Plan("ValueError", place, rank) for rank in (0, 1) for place in places]
@@ -300,7 +305,8 @@ def _wrongs(scenario: Scenario, outcome: Outcome, cause: float | None, left: lis
         return
     if cause is None:
         yield "it did not come to the fault"
-    needed = [scenario.plan.rank] if scenario.plan.place in _AFTER_THE_RUN else range(len(outcome.codes))
+    may_be_done = scenario.plan.place in _AFTER_THE_RUN and scenario.door == PROCESSES
+    needed = [scenario.plan.rank] if may_be_done else range(len(outcome.codes))
     if not all(outcome.codes[rank] for rank in needed if rank < len(outcome.codes)):
         yield f"exit codes {outcome.codes}"
     if not re.search(scenario.says, outcome.printed):

@@ -4,6 +4,7 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import psutil
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 _LENGTH = 200  # characters from the beginning and from the end of an error
 _FLUSH = 1.0  # seconds for an output stream
@@ -36,6 +38,9 @@ def describe(error: BaseException) -> str:
 
 def end_of_rank(error: BaseException) -> str:
     """Return what an error did to its rank, in words that follow the rank's name."""
+    if isinstance(error, SIGTERMException):
+        # 143 is 128 + 15; if there is no code, PreemptionCheckpoint has named the signal.
+        return f"was ended by {signal.Signals(error.code - 128).name if isinstance(error.code, int) else 'a signal'}"
     return "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {describe(error)}"
 
 

@@ -25,6 +25,8 @@ when all ranks have reached it, and raises if a rank cannot reach it.
 Before all ranks are connected, the ranks that another rank has started end with that rank. Ranks that a scheduler has
 started must be ended by the scheduler (``srun --kill-on-bad-exit``; torchrun always does it).
 
+After a run, a rank that has started others waits for them at its exit, up to 20 seconds. If one fails, it fails too.
+
 The strategy launches runs with :class:`Launcher`, calls :func:`begin` with the process groups, and calls
 :func:`mark_cleanup_done` at the end of its teardown. Before a save, :func:`collectives_usable` tells whether
 collectives still work.
@@ -140,6 +142,7 @@ class Launcher(_SubprocessScriptLauncher):
             super()._call_children_scripts()
         finally:
             del os.environ[LAUNCHED_BY]
+        atexit.register(_fail_with_ranks, self.procs)
 
 
 def begin(positions: Mapping[str, int], timeout: float) -> None:
@@ -401,6 +404,21 @@ def _end_soon_at_exit() -> None:
                 child.kill()
 
     atexit.register(at_exit)
+
+
+def _fail_with_ranks(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Exit with code 1 if a rank that this process has started fails after the run, when it is no longer watched."""
+    if _process_state.failure is not None or getattr(sys, "last_value", None) is not None:
+        return
+    end = time.monotonic() + _LAST_GRACE
+    while time.monotonic() < end:
+        codes = [child.poll() for child in children]
+        if None not in codes or any(codes):
+            break
+        time.sleep(_TICK / 20)
+    for rank, child in enumerate(children, start=1):
+        if child.returncode:
+            end_process(f"rank {rank} of this machine ended with exit code {child.returncode} after the run")
 
 
 def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], connected: threading.Event) -> None:

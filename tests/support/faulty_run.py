@@ -210,6 +210,9 @@ class Hooks(pl.Callback):
     def on_train_end(self, *_: Any) -> None:
         self.run.at("on_train_end")
 
+    def on_fit_end(self, *_: Any) -> None:
+        self.run.at("on_fit_end")
+
 
 class Strategy(MCoreStrategy):
     """Goes wrong where process groups open, and at the end."""
@@ -286,6 +289,7 @@ def main(text: str) -> None:
             raise
         print(f"rank {run.rank} caught {type(error).__name__}", flush=True)
         _fit(run)
+    run.at("end")
     print(f"rank {run.rank} is done", flush=True)
 
 
