@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare stored tensors with a model by name and shape, and say in words what differs."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
@@ -10,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_mcore.checkpoint.manifest import some_of
 
 _SHOWN = 8  # names in an error
+_OF_ONE_SPLIT = re.compile(r"chunk\d+\.")  # names of chunks without sharded_state_dict (model_state.py)
 Shape = tuple[int, ...]
 
 
@@ -52,6 +54,8 @@ class Differences:
         # All ranks compare the same names and raise together.
         if self.shapes or (strict and (self.missing or self.unexpected)):
             other = "" if self.shapes else f", or {advice} to load what fits"
+            if any(map(_OF_ONE_SPLIT.match, self.missing)):  # with other stages, what is missing is the trained layers
+                other = ", on the same pipeline stages"
             raise ValueError(f"{path} does not fit this model: {self}; load it into the model that wrote it{other}")
         if self.missing or self.unexpected:
             rank_zero_warn(f"{path} does not fit this model: {self}; weights that it lacks stay unchanged")

@@ -225,11 +225,9 @@ class MCoreEmbedding(MCoreGPT):
         vectors = functional.normalize(self._vectors(batch)[0], dim=1)
         return vectors.view(len(batch["tokens"]), -1, vectors.size(1)) if is_packed(batch) else vectors
 
-    def generate(
-        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
-    ) -> list[int]:
-        """Raise ValueError, because an embedding model cannot generate."""
-        raise ValueError("MCoreEmbedding gives vectors and no next tokens; generate with a language model")
+    @property
+    def _gives(self) -> str:
+        return "MCoreEmbedding gives vectors"
 
     def _vectors(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the vector of each sequence, [sequences, h] fp32, and the sequences' lengths, [sequences]."""

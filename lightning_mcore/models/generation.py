@@ -11,7 +11,7 @@ after position 2 give the next one.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -34,36 +34,50 @@ def continue_prompt(
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
+    top_p: float = 1.0,
+    eos_token_id: int | Collection[int] | None = None,
     prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[int]:
     """Return a prompt followed by the tokens that an ``MCoreGPT`` generates during a run, the same on every rank.
 
-    ``temperature`` divides the logits (0 takes the most probable token), ``top_k`` limits sampling to the most probable
-    tokens, and ``prepare`` returns the batch of ``next_logits`` for a window of :func:`last_window`.
+    The settings are those of ``MCoreGPT.generate``. ``prepare`` returns the batch of ``next_logits`` for a window of
+    :func:`last_window`.
     """
-    check_sampling(prompt, module.vocab_size, max_new_tokens, temperature, top_k)
-    host = module._host()
-    multiple = host.layout.sequence_multiple if host is not None else 1
+    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+    check_sampling(prompt, module.vocab_size, max_new_tokens, temperature, top_k, top_p, ends)
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
+    is_ended = False
+    with contextlib.closing(_logits_of(module, tokens, max_new_tokens, prepare)) as logits:
+        for found in logits:
+            # Every rank has the same logits and its own generator with the same seed, so all sample the same token
+            tokens.append(sample(found, temperature, top_k, generator, top_p))
+            is_ended = is_ended or tokens[-1] in ends
+            if ends and all_true(is_ended):  # data-parallel copies may round differently
+                break
+    if module._trainer is not None:  # otherwise a whole model, in single_process()
+        tokens = module.trainer.strategy.broadcast(tokens)
+    new = range(len(prompt), len(tokens))
+    return tokens[: next((place + 1 for place in new if tokens[place] in ends), len(tokens))]
+
+
+def _logits_of(
+    module: Any, tokens: list[int], most: int, prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> Generator[Tensor]:
+    """Yield the logits of the next token, [vocab_size] fp32, ``most`` times; the caller adds it to ``tokens``."""
+    host = module._host()
+    multiple = host.layout.sequence_multiple if host is not None else 1
     # With seq_length=8, a prompt of 5 tokens has a cache for 4 new ones: the last is chosen from a window of 8
-    cached = min(max_new_tokens, max(0, module.seq_length - len(prompt) + 1)) if module.takes_cache else 0
+    cached = min(most, max(0, module.seq_length - len(tokens) + 1)) if module.takes_cache else 0
     if cached:
         with _cached_logits(module) as last:
             for number in range(cached):
                 given = torch.tensor([tokens[number and -1 :]], device=module.device)
-                logits = last.of_next(given[0]) if number else last.of_prompt(given, None)
-                tokens.append(sample(logits[0], temperature, top_k, generator))
+                yield (last.of_next(given[0]) if number else last.of_prompt(given, None))[0]
     with evaluating(module):
-        for _ in range(max_new_tokens - cached):
+        for _ in range(most - cached):
             window = last_window(tokens, module.seq_length, multiple, module.device)
-            logits = module.run_forward("next_logits", prepare(window))
-            # Every rank has the same logits and its own generator with the same seed, so all sample the same token
-            tokens.append(sample(logits[0], temperature, top_k, generator))
-    if module._trainer is None:  # a whole model, in single_process()
-        return tokens
-    whole: list[int] = module.trainer.strategy.broadcast(tokens)  # data-parallel copies may round differently
-    return whole
+            yield module.run_forward("next_logits", prepare(window))[0]
 
 
 def continue_rows(
@@ -139,7 +153,9 @@ def _padded(rows: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([len(row) for row in rows])
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float = 1.0
+) -> int:
     """Sample a token id from logits, [vocab_size] in a floating-point type, on any device.
 
     The generator is on the CPU, so that the same seed samples the same token on every rank and device.
@@ -147,28 +163,51 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     logits = logits.detach().cpu().double()
     if temperature == 0:
         return int(logits.argmax())
+    return int(torch.multinomial(distribution(logits, temperature, top_k, top_p), 1, generator=generator))
+
+
+def distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
+    """Return the probability of each token, [vocab_size], after the filters of transformers' ``generate``."""
     if top_k is not None and top_k < logits.numel():
         # More than top_k stay if logits at the limit are equal
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
     probabilities = torch.softmax(logits / temperature, dim=-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    if top_p == 1:
+        return probabilities
+    # Probabilities 0.5, 0.3 and 0.2 with top_p=0.7: the last is within 1 - 0.7, so 0.5 / 0.8 and 0.3 / 0.8 stay
+    rising, order = probabilities.sort()
+    outside = rising.cumsum(dim=-1) <= 1 - top_p
+    outside[-1] = False
+    probabilities = probabilities.index_fill(0, order[outside], 0.0)
+    return probabilities / probabilities.sum()
 
 
 def check_sampling(
-    prompt: list[int], vocab_size: int, max_new_tokens: int, temperature: float, top_k: int | None
+    prompt: list[int],
+    vocab_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    ends: Collection[int],
 ) -> None:
-    """Raise ValueError if the prompt is empty or has tokens outside the vocabulary, or a setting is out of range."""
+    """Raise ValueError if the prompt is empty, tokens are outside the vocabulary, or a setting is out of range."""
     if not prompt:
         raise ValueError("prompt is empty; give at least one token to continue")
-    outside = [token for token in prompt if not 0 <= token < vocab_size]
-    if outside:
-        raise ValueError(f"prompt holds the token {outside[0]}, outside the vocabulary; choose 0 to {vocab_size - 1}")
+    for name, tokens in (("prompt", prompt), ("eos_token_id", ends)):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name} holds the token {token}, outside the vocabulary; choose 0 to {vocab_size - 1}"
+                )
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} is negative; choose 0 or more")
     if temperature < 0:
         raise ValueError(f"temperature={temperature} is negative; choose 0 for the most probable token, or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} leaves no token to draw; choose 1 or more, or None for all")
+    if not 0 <= top_p <= 1:
+        raise ValueError(f"top_p={top_p} is outside 0 to 1; choose 1 for all tokens")
 
 
 def last_window(tokens: list[int], seq_length: int, multiple: int, device: torch.device) -> dict[str, Tensor]:

@@ -629,14 +629,23 @@ class MCoreGPT(SpeedLogs):
         return sampling.logits_at(logits, asked, self.vocab_size, process_group("tp"), process_group("cp"))
 
     def generate(
-        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        *,
+        top_p: float = 1.0,
+        eos_token_id: int | list[int] | None = None,
     ) -> list[int]:
         """Continue a prompt, one token at a time, with a cache of keys and values.
 
         Collective: every rank calls it with the same arguments while the trainer runs, for example in a callback's
         ``on_train_end``. Without a trainer, call it on the whole model in ``with single_process():``; a model that does
-        not come from ``load_from_checkpoint`` needs ``configure_model()`` first. No token ends the text early. Once
-        there are more than ``seq_length`` tokens, each new one runs the whole model over the last ``seq_length``.
+        not come from ``load_from_checkpoint`` needs ``configure_model()`` first. Once there are more than
+        ``seq_length`` tokens, each new one runs the whole model over the last ``seq_length``. Settings have the
+        meaning that transformers' ``generate`` gives them; unlike there, no token ends the text by default.
 
         Args:
             prompt: Tokens to continue, at least one.
@@ -644,14 +653,19 @@ class MCoreGPT(SpeedLogs):
             temperature: Divides the logits; 0 always chooses the most probable token.
             top_k: Sample only among this many of the most probable tokens; None for all.
             seed: Random seed for sampling.
+            top_p: Sample only among the most probable tokens that together have this probability; 1 for all.
+            eos_token_id: A token, or several, that end the text; the one that ends it is returned. None for no end.
 
         Returns:
             The prompt and the new tokens, the same on every rank.
 
         Raises:
-            ValueError: The prompt is empty or has tokens outside the vocabulary, or a number is out of range.
+            ValueError: The prompt is empty, a token is outside the vocabulary, a number is out of range, or the model
+                gives something else than tokens.
         """
-        return generation.continue_prompt(self, prompt, max_new_tokens, temperature, top_k, seed)
+        if self._gives is not None:
+            raise ValueError(f"{self._gives} and no next tokens; generate with a language model")
+        return generation.continue_prompt(self, prompt, max_new_tokens, temperature, top_k, seed, top_p, eos_token_id)
 
     def on_train_start(self) -> None:
         """Warn if the data has another tokenizer than the model, a template that exports lack, or longer rows."""
@@ -749,6 +763,11 @@ class MCoreGPT(SpeedLogs):
                 best = stack.enter_context(chunk.judging(labels))
             losses: Tensor = pipeline(inputs.tokens, inputs.position_ids, None, **arguments)
         return losses, best[0]
+
+    @property
+    def _gives(self) -> str | None:
+        """What the model gives instead of next tokens, in words; None for a language model."""
+        return None
 
     @property
     def takes_cache(self) -> bool:

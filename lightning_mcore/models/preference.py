@@ -339,17 +339,9 @@ class MCorePreference(MCoreGPT):
         scores, _ = self._scores(batch)
         return scores.view(len(batch["tokens"]), -1) if is_packed(batch) else scores
 
-    def generate(
-        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
-    ) -> list[int]:
-        """Continue a prompt, as ``MCoreGPT`` does.
-
-        Raises:
-            ValueError: The model is a reward model, which cannot generate; or as for ``MCoreGPT``.
-        """
-        if self.preference.gives_scores:
-            raise ValueError("a reward model gives scores and no next tokens; generate with a language model")
-        return super().generate(prompt, max_new_tokens, temperature, top_k, seed)
+    @property
+    def _gives(self) -> str | None:
+        return "a reward model gives scores" if self.preference.gives_scores else None
 
     def _step(self, batch: Batch, loss_name: str, prefix: str) -> Any:
         weighs = self._config_of_chunks().calculate_per_token_loss

@@ -209,11 +209,9 @@ class MCoreReranker(MCoreGPT):
         scores = self._scores(batch)[0]
         return scores.view(len(batch["tokens"]), -1) if is_packed(batch) else scores
 
-    def generate(
-        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
-    ) -> list[int]:
-        """Raise ValueError, because a reranker cannot generate."""
-        raise ValueError("MCoreReranker gives scores and no next tokens; generate with a language model")
+    @property
+    def _gives(self) -> str:
+        return "MCoreReranker gives scores"
 
     def _scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the score of each sequence, fp64, and the sequences' lengths, both [sequences]."""

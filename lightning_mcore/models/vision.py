@@ -243,6 +243,9 @@ class MCoreVisionGPT(MCoreGPT):
         top_k: int | None = None,
         seed: int = 0,
         images: Mapping[str, Tensor] | None = None,
+        *,
+        top_p: float = 1.0,
+        eos_token_id: int | list[int] | None = None,
     ) -> list[int]:
         """Continue a prompt of text, images and videos, as :meth:`MCoreGPT.generate` does.
 
@@ -255,6 +258,8 @@ class MCoreVisionGPT(MCoreGPT):
             images: What the model's processor returns for the images and videos of the prompt: ``pixel_values`` and
                 ``image_grid_thw``, ``pixel_values_videos``, ``video_grid_thw`` and ``second_per_grid_ts``; other
                 entries are not used.
+            top_p: Sample only among the most probable tokens that together have this probability; 1 for all.
+            eos_token_id: A token, or several, that end the text; the one that ends it is returned. None for no end.
 
         Returns:
             The prompt and the new tokens, the same on every rank.
@@ -275,7 +280,9 @@ class MCoreVisionGPT(MCoreGPT):
             batch = self.on_before_batch_transfer({**window, **seen}, 0)
             return {name: value.to(self.device) for name, value in batch.items()}
 
-        return generation.continue_prompt(self, prompt, max_new_tokens, temperature, top_k, seed, prepare=prepare)
+        return generation.continue_prompt(
+            self, prompt, max_new_tokens, temperature, top_k, seed, top_p, eos_token_id, prepare
+        )
 
     def _fusions(self) -> dict[str, bool]:
         return {**super()._fusions(), "apply_rope_fusion": False}

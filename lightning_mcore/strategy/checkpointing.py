@@ -17,7 +17,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,6 +153,7 @@ class Checkpoints:
                 f"{filepath} cannot be saved: the parameters were sharded over the ranks when an exception ended the"
                 " run; load the last checkpoint, and save from there"
             )
+        is_first = not self._saved
         self._saved.add(str(filepath))
         # With overlap_param_gather, the last step's parameters may still be scattered over the ranks.
         if chunks is not None:
@@ -162,6 +163,12 @@ class Checkpoints:
             return
         if chunks is None:
             raise RuntimeError("there is no model to save before the first run; call fit() or validate() first")
+        if is_first and not isinstance(self._module, MCoreModule):
+            name = type(self._module).__name__
+            rank_zero_info(
+                f"{filepath} is a directory, which {name}.load_from_checkpoint cannot read; use"
+                f" lightning_mcore.build_from_checkpoint({name}, path)"
+            )
         io = self._shard_io
         optimizers = strategy.megatron_optimizers if "optimizer_states" in checkpoint else []
         with strategy.runtime():
@@ -361,11 +368,8 @@ class Checkpoints:
         Raises ``ValueError`` for another number of optimizers or groups. A checkpoint of weights alone has none.
         """
         optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
-        if len(states) not in (0, len(optimizers)):
-            raise ValueError(
-                f"the checkpoint contains the states of {len(states)} optimizers, but configure_optimizers returned"
-                f" {len(optimizers)}; resume with the optimizers of the run that saved it"
-            )
+        if states:
+            _check_number(states, optimizers)
         if _SCHEDULE in checkpoint:
             advance_schedules(self._strategy.lr_scheduler_configs, checkpoint[_SCHEDULE])
         gradients = self._strategy.gradients
@@ -403,6 +407,7 @@ class Checkpoints:
         checkpoint_manifest.check_model(path, manifest, self._module)
         resumed = optimizers if fitting and stored.numbers is not None else []
         if resumed:
+            _check_number(stored.numbers or [], resumed)
             checkpoint_manifest.check_optimizer(path, manifest, [optimizer.user for optimizer in resumed])
         strict = self._module.strict_loading
         if resumed:
@@ -423,6 +428,15 @@ class Checkpoints:
         module = self._strategy.lightning_module
         assert module is not None
         return module
+
+
+def _check_number(states: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Raise ``ValueError`` if a checkpoint is of another number of optimizers."""
+    if len(states) != len(optimizers):
+        raise ValueError(
+            f"the checkpoint contains the states of {len(states)} optimizers, but configure_optimizers returned"
+            f" {len(optimizers)}; resume with the optimizers of the run that saved it"
+        )
 
 
 def advance_schedules(configs: Iterable[LRSchedulerConfig], steps: int) -> None:

@@ -137,3 +137,18 @@ def test_a_folder_of_nemo_does_not_describe_its_model() -> None:
         MCoreGPT.from_pretrained(str(FOLDERS["nemo"]))
     with refuses(ValueError, "does not say how to build its model"):
         MCoreGPT.load_from_checkpoint(str(FOLDERS["nemo"]))
+
+
+class TwoOptimizers(toy.PlainNet):
+    """A plain module with two optimizers, which step by hand, and of which a checkpoint may lack weights."""
+
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization, self.strict_loading = False, False
+        return [torch.optim.AdamW(layer.parameters()) for layer in (self.net[0], self.net[2])]
+
+
+@on_ranks(1)
+def test_a_run_with_two_optimizers_does_not_resume_from_one_of_megatron() -> None:
+    trainer, path = toy.make_trainer({}, max_epochs=1), str(FOLDERS["megatron-lm"])
+    with refuses(ValueError, "the states of 1 optimizers, but configure_optimizers returned 2"):
+        trainer.fit(TwoOptimizers(), toy.loader(4, 2), ckpt_path=path)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers import sampling
@@ -259,6 +260,9 @@ def test_a_constant_rate_needs_no_end() -> None:
         ([1], {"max_new_tokens": -1}),
         ([1], {"temperature": -0.5}),
         ([1], {"top_k": 0}),
+        ([1], {"top_p": 1.5}),
+        ([1], {"top_p": -0.1}),
+        ([1], {"eos_token_id": [2, 100]}),
     ],
 )
 def test_generate_refuses_before_it_runs_the_model(prompt: list[int], arguments: dict[str, Any]) -> None:
@@ -323,6 +327,19 @@ def test_top_k_draws_among_the_k_most_probable_only() -> None:
 
 def test_top_k_beyond_the_vocabulary_is_all_of_it() -> None:
     assert set(draws(torch.zeros(3), temperature=1, top_k=9)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.2, 0.0])
+@pytest.mark.parametrize("top_k", [None, 20, 1])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_tokens_are_drawn_from_the_distribution_of_transformers(
+    temperature: float, top_k: int | None, top_p: float
+) -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    warpers = [TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k or 100), TopPLogitsWarper(top_p)]
+    wanted = LogitsProcessorList(warpers)(torch.tensor([[1]]), 3 * logits[None])[0].softmax(-1)
+    found = generation.distribution(3 * logits, temperature, top_k, top_p)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
 def test_draws_follow_the_probabilities_and_the_seed() -> None:
