@@ -380,17 +380,22 @@ def random_state_of_build() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def random_state_of_stage() -> Iterator[None]:
-    """Let each pipeline stage draw its own random numbers inside the ``with`` block, without lasting effect."""
+def random_state_of_stage(number: int | None) -> Iterator[None]:
+    """Let each pipeline stage draw its own random numbers inside the ``with`` block, without lasting effect.
+
+    ``number`` tells apart blocks that begin with the same common state; None changes the state, which does it too.
+    """
     # Stages draw different numbers (dropout on the CPU, code after self.model). If that changed the common state,
-    # inputs and labels would soon come from different samples. Data does not use CUDA's generators.
+    # inputs and labels would soon come from different samples, or from others than without stages. Data does not use
+    # CUDA's generators.
     group = process_group("pp")
     if group.size() == 1:
         yield
         return
-    seed = int(torch.randint(2**31, ())) + group.rank()
+    if number is None:
+        number = int(torch.randint(2**31, ()))
     common = take_common()
-    seed_common(seed)
+    seed_common((int(torch.randint(2**31, ())) + number * group.size() + group.rank()) % 2**31)
     try:
         yield
     finally:

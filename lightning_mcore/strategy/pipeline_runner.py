@@ -286,7 +286,9 @@ class PipelineRunner:
         shapes = {microbatch.shape for microbatch in microbatches}
         shape = shapes.pop() if len(shapes) == 1 else None
         self._strategy.tensor_overlap.open(shape, self._chunks.config)  # the strategy's teardown closes it
-        with self.recorder.recording(), random_state_of_stage():
+        loop = self._strategy.lightning_module.trainer.fit_loop.epoch_loop  # type: ignore[union-attr]
+        number = loop.total_batch_idx if step == "training_step" else None  # evaluation has a state of its own
+        with self.recorder.recording(), random_state_of_stage(number):
             reports = self.run_schedule(partial(self._call_step, step), microbatches, shape, get_loss)
         return reports, self.recorder.finish(step, over_copies=get_loss is not None)
 

@@ -135,6 +135,19 @@ def read_own_loaders() -> dict[str, Any]:
     return batches
 
 
+def shuffle_three_epochs(strategy: dict[str, Any]) -> list[list[int]]:
+    """Return the batches of a loader that torch's common generator shuffles."""
+    seed_everything(7, verbose=False)
+    own = {"use_distributed_sampler": False, "max_epochs": 3}
+    return run_fit(StagedNet(), strategy, loader(16, 2, shuffle=True), **own).batches
+
+
+def test_an_order_that_is_drawn_does_not_depend_on_the_layout() -> None:
+    [alone] = run_ranks(1, shuffle_three_epochs, {})
+    assert run_ranks(2, shuffle_three_epochs, PP2) == [alone] * 2
+    assert run_ranks(2, shuffle_three_epochs, TP2) == [alone] * 2
+
+
 def test_the_sampler_workers_and_generator_of_the_user_are_kept() -> None:
     ranks = run_ranks(2, read_own_loaders, timeout=120)
     for kind, batches in ranks[0].items():
