@@ -117,9 +117,7 @@ def fit(folder: str, callbacks: list[pl.Callback], resume: str | None = "last", 
         run_fit(
             module,
             strategy,
-            loader(
-                NUM_BATCHES * (dist.get_world_size() if strategy == {} else 1), 1, shuffle=True, num_workers=workers
-            ),
+            loader(NUM_BATCHES * copies, 1, shuffle=True, num_workers=workers),
             loader(4, 1),
             ckpt_path=resume,
             accumulate_grad_batches=2,
