@@ -192,7 +192,10 @@ class MCoreDistillation(MCoreGPT):
         host = self._host()
         if host is not None:
             check_teacher(self.distillation.teacher, self.teacher.model_shape(), host.layout)
-        self.teacher.check_settings()
+        try:
+            self.teacher.check_settings()
+        except ValueError as error:
+            raise ValueError(f"the teacher {self.distillation.teacher} does not fit this run: {error}") from error
         pairs = self.distillation.intermediate_layer_pairs
         if pairs is not None:
             own = self._build_config()
@@ -334,9 +337,11 @@ class MCoreDistillation(MCoreGPT):
 
     def microbatch_shape(self, batch: Batch) -> tuple[int, int] | None:  # type: ignore[override]
         """Return what ``MCoreGPT`` does; None with pipeline stages, which also send the teacher's activations."""
-        host = self._host()
-        is_staged = host is not None and host.layout.pipeline_model_parallel_size > 1
-        return None if is_staged and not self._reads_stored else super().microbatch_shape(batch)
+        host, shape = self._host(), super().microbatch_shape(batch)
+        if host is None or host.layout.pipeline_model_parallel_size == 1 or self._reads_stored:
+            return shape
+        host.layout.validate_rows(shape[0])  # which is not done for None
+        return None
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the mean of a microbatch's mixed losses and, unless ``calculate_per_token_loss=False``, its weight."""

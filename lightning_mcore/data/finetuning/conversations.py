@@ -3,7 +3,8 @@
 
 Datasets come in four forms, which their columns tell:
 
-* ``prompt_response``: two columns of text, by default ``prompt`` and ``response``;
+* ``prompt_response``: two columns, by default ``prompt`` and ``response``, each a text or, as TRL writes ``prompt`` and
+  ``completion``, a list of messages; a prompt of messages has no answers;
 * ``alpaca``: ``instruction``, ``output`` and, optionally, ``input``, which follows the instruction after a blank line,
   and ``history``, a list of pairs of texts: earlier instructions and their answers;
 * ``sharegpt``: ``conversations``, a list of ``{"from": "human", "value": "..."}``;
@@ -110,8 +111,16 @@ class ConversationReader:
     def _turns(self, row: Row, name: str) -> list[Message]:
         """Return the messages of a row without the text in its column ``system``."""
         if self.format == "prompt_response":
-            prompt, response = (_text(row[key], key, name) for key in (self.prompt_column, self.response_column))
-            return _exchange(prompt, response)
+            columns = self.prompt_column, self.response_column
+            prompt, response = (
+                _side(row[key], role, key, name) for key, role in zip(columns, ("user", "assistant"), strict=True)
+            )
+            if any(message["role"] == "assistant" for message in prompt):
+                raise ValueError(
+                    f"{self.prompt_column!r} of {name} has an answer, on which there would be a loss; put all messages"
+                    " into one column 'messages', and choose loss_on='last_assistant'"
+                )
+            return prompt + response
         if self.format == "alpaca":
             instruction, more, output = (_text(row.get(key), key, name) for key in ("instruction", "input", "output"))
             last = _exchange(f"{instruction}\n\n{more}" if more else instruction, output)
@@ -172,6 +181,13 @@ def earlier_exchanges(history: Any, column: str, name: str) -> list[Message]:
 
 def _exchange(prompt: str, response: str) -> list[Message]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def _side(value: Any, role: str, key: str, name: str) -> list[Message]:
+    """Return a prompt or a response as messages, which it may already be."""
+    if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+        return _conversation(value, "role", "content", _ROLES, f"{key!r} of {name}")
+    return [{"role": role, "content": _text(value, key, name)}]
 
 
 def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, str], name: str) -> list[Message]:

@@ -50,6 +50,8 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
         HELLO,
     ),
     "messages-null": ({"messages": None}, []),
+    "prompt_response-messages": ({"prompt": [SYSTEM, HELLO[0]], "response": HELLO[1:]}, [SYSTEM, *HELLO]),
+    "prompt_response-text-and-messages": ({"prompt": "Hi", "response": HELLO[1:]}, HELLO),
 }
 
 
@@ -85,6 +87,7 @@ def test_columns_that_fit_no_form_are_named(columns: list[str], format: Any, abo
         ({"messages": [*HELLO, {"role": "bot", "content": "Hello"}]}, ValueError, "message 2 of row 7 has the role"),
         ({"conversations": [{"from": "robot", "value": "Hi"}]}, ValueError, "message 0 of row 7 has the role 'robot'"),
         ({"messages": [{"from": "human", "value": "Hi"}]}, ValueError, "needs 'role' and 'content'"),
+        ({"prompt": HELLO, "response": HELLO[1:]}, ValueError, "'prompt' of row 7 has an answer"),
         (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
             ValueError,

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mcore import Distillation, MCoreDistillation, MCoreStrategy
@@ -106,6 +107,24 @@ def test_a_teacher_that_the_layout_cannot_divide_is_refused() -> None:
     trainer.state.fn = TrainerFn.FITTING
     with refuses(ValueError, "the teacher big does not fit this run"):
         module.check_settings()
+
+
+def test_a_teacher_that_hybrid_context_parallelism_does_not_support_is_named() -> None:
+    module = student(folder("small", VOCAB_SIZE), str(save_tiny("qwen3_next", Path("big"), vocab_size=VOCAB_SIZE)))
+    strategy = MCoreStrategy(context_parallel_size=2, hybrid_context_parallel=True, micro_batch_size=1)
+    module._trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy)
+    module._trainer.state.fn = TrainerFn.FITTING
+    with refuses(ValueError, "the teacher big does not fit this run: hybrid_context_parallel=True"):
+        module.check_settings()
+
+
+def test_rows_that_the_layout_cannot_split_are_refused_with_stages_too() -> None:
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
+    module = student(folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE))
+    module._trainer = pl.Trainer(accelerator="cpu", devices=4, strategy=MCoreStrategy(**layout))
+    assert module.microbatch_shape({"tokens": torch.zeros(1, 16)}) is None
+    with refuses(ValueError, "is not a multiple of 2"):
+        module.microbatch_shape({"tokens": torch.zeros(1, 15)})
 
 
 WRONG_PAIRS: tuple[tuple[list[int], dict[str, Any], str], ...] = (
