@@ -261,6 +261,12 @@ def check_backend(
         )
     if transformer_impl == "transformer_engine":
         _check_norm_of_experts(config)
+        if config.context_parallel_size > 1 and not (config.bf16 or config.fp16):
+            raise ValueError(
+                f"context_parallel_size={config.context_parallel_size} with TransformerEngine's attention needs bf16 or"
+                " fp16, because its context-parallel kernels have no fp32; choose precision='bf16-mixed', or"
+                " transformer_impl='local'"
+            )
         return
     if config.multi_latent_attention:
         _check_latent(config, device_type)

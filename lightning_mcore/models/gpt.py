@@ -334,6 +334,13 @@ class MCoreGPT(SpeedLogs):
         learned_positions = self._positions["position_embedding_type"] == "learned_absolute"
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"], learned_positions)
         check_normalization(self.loss_normalization, config)
+        is_new = self._trainer is not None and not (self.hparams["hf"] or self._resumes or hasattr(self, "model"))
+        is_own = type(self).configure_model.__module__.startswith("lightning_mcore.")  # another may load weights
+        if is_new and is_own and not config.perform_initialization:
+            raise ValueError(
+                "perform_initialization=False leaves a new model's weights uninitialized; remove it, or start from a"
+                " model's folder (from_pretrained) or a checkpoint (load_weights or ckpt_path)"
+            )
         if self._hybrid:
             check_hybrid(config, type(self).__name__ if hasattr(self, "vision") else None)
         if self.lora is not None:

@@ -404,6 +404,14 @@ def test_releases_that_leave_slices_of_experts_out_of_the_norm_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
+def test_transformer_engine_splits_sequences_in_half_precision_only() -> None:
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "context_parallel_size": 2}
+    backend.check_backend(TransformerConfig(bf16=True, **sizes), "transformer_engine", "cuda")
+    with refuses(ValueError, "context_parallel_size=2 with TransformerEngine's attention needs bf16 or fp16"):
+        backend.check_backend(TransformerConfig(**sizes), "transformer_engine", "cuda")
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 @pytest.mark.parametrize("fields", [{"gated_linear_unit": True}, {"num_moe_experts": 4, "moe_ffn_hidden_size": 16}])
 def test_a_learned_activation_in_a_gate_or_an_expert_is_refused(fields: dict[str, Any]) -> None:
     given = {"activation_func": xielu, "add_bias_linear": False, **fields}

@@ -248,6 +248,16 @@ def test_a_constant_rate_needs_no_end() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_a_new_model_is_initialized() -> None:
+    module = gpt(transformer={**TRANSFORMER, "perform_initialization": False})
+    trainer: Any = SimpleNamespace(ckpt_path="last.ckpt", strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    module._trainer = trainer
+    module.check_settings()
+    trainer.ckpt_path = None
+    with refuses(ValueError, "perform_initialization=False"):
+        module.check_settings()
+
+
 # Sampling
 
 
