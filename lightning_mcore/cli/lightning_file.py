@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from lightning.pytorch import Trainer
+
 from lightning_mcore.cli.command import TRAINING
 from lightning_mcore.cli.fit import CommandCLI, TrainingCLI, parse, refuse_lone_scheduler
 from lightning_mcore.config.ray import RaySettings
@@ -22,7 +24,7 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
-from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_model, of_trainer
+from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_model
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
@@ -103,7 +105,7 @@ def settings_of_lightning(
         flat.append({"model": pretrained})
     elsewhere = _take_data_of_elsewhere(flat)
     values = _Reader(flat, [f"--{key}={text}" for key, text in overrides]).values
-    trainer = _changed(values["trainer"], of_trainer())
+    trainer = _changed(values["trainer"], arguments_of(Trainer))
     strategy, plugin = _strategy(trainer)
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]  # a file may give one without a list
@@ -151,7 +153,7 @@ def _without_command(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed(values: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
     """Return the values that differ from their defaults."""
-    return {name: value for name, value in values.items() if name not in known or value != known[name].default}
+    return {name: value for name, value in values.items() if name not in known or value != known[name]}
 
 
 def _strategy(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -209,7 +211,7 @@ def _model(given: Any, where: str) -> dict[str, Any]:
     _check_kind(given, arguments)
     known = of_model(pretrained, sees=name in _SEEING)
     if name in ("MCoreGPT", "MCoreVisionGPT", "from_pretrained"):
-        return {key: value for key, value in arguments.items() if key not in known or value != known[key].default}
+        return {key: value for key, value in arguments.items() if key not in known or value != known[key]}
     if not {*arguments} & {*known} & {"vocab_size", "transformer", "path"}:
         raise ValueError(
             f"model of {where} is {name}, which plan does not know; give class_path: lightning_mcore.MCoreGPT, or a "

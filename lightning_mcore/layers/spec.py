@@ -17,7 +17,8 @@ import functools
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
@@ -250,29 +251,47 @@ def check_backend(
 
     ``device_type`` is None if the device is not known yet.
     """
-    check_fields(config, transformer_impl, device_type)
-    check_uniform_recompute(config)
-    check_architecture(config, transformer_impl)
+    for check in backend_checks(config, transformer_impl, device_type):
+        check()
+    if transformer_impl == "local" and not HAVE_TE:
+        check_without_transformer_engine(config)
+
+
+def backend_checks(
+    config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"], device_type: str | None = None
+) -> Iterator[Callable[[], None]]:
+    """Yield the checks of :func:`check_backend` that do not depend on the packages of this machine."""
+    yield partial(check_fields, config, transformer_impl, device_type)
+    yield partial(check_uniform_recompute, config)
+    yield partial(check_architecture, config, transformer_impl)
+    yield partial(_check_activation, config)
+    if transformer_impl == "transformer_engine":
+        yield partial(_check_norm_of_experts, config)
+        yield partial(_check_context, config)
+        return
+    if config.multi_latent_attention:
+        yield partial(_check_latent, config, device_type)
+    yield partial(check_norm, config)
+
+
+def _check_activation(config: TransformerConfig) -> None:
+    """Reject layers that would not use the numbers that an activation learns."""
     if config.activation_func is xielu and (config.gated_linear_unit or config.num_moe_experts):
         raise ValueError(
             f"activation_func='xielu' does not work with gated_linear_unit={config.gated_linear_unit} and"
             f" num_moe_experts={config.num_moe_experts}; set gated_linear_unit=False and num_moe_experts=None, or"
             " choose another activation"
         )
-    if transformer_impl == "transformer_engine":
-        _check_norm_of_experts(config)
-        if config.context_parallel_size > 1 and not (config.bf16 or config.fp16):
-            raise ValueError(
-                f"context_parallel_size={config.context_parallel_size} with TransformerEngine's attention needs bf16 or"
-                " fp16, because its context-parallel kernels have no fp32; choose precision='bf16-mixed', or"
-                " transformer_impl='local'"
-            )
-        return
-    if config.multi_latent_attention:
-        _check_latent(config, device_type)
-    if not HAVE_TE:
-        check_without_transformer_engine(config)
-    check_norm(config)
+
+
+def _check_context(config: TransformerConfig) -> None:
+    """Reject numbers that TransformerEngine does not pass between context-parallel ranks."""
+    if config.context_parallel_size > 1 and not (config.bf16 or config.fp16):
+        raise ValueError(
+            f"context_parallel_size={config.context_parallel_size} with TransformerEngine's attention needs bf16 or"
+            " fp16, because its context-parallel kernels have no fp32; choose precision='bf16-mixed', or"
+            " transformer_impl='local'"
+        )
 
 
 def _check_latent(config: TransformerConfig, device_type: str | None) -> None:

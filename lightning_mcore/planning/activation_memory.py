@@ -355,13 +355,13 @@ class Activations:
         taught, in_teacher = self._of_teacher(chunk)
         kept += taught * ((not chunk.embedding) + sent + chunk.output)
         # Pairs of hidden states: their difference in fp32, or both; while compared, also the teacher's as they were
-        compared = self._taught_in_fp32
+        compared = self._states(0 if fields.teacher is None else fields.teacher.hidden_size, FP32)
         kept += chunk.pairs * compared * (1 if fields.hidden_loss == "mse" else 2)
         of_teacher = sum(each.is_teacher for each in chunk.kept)
         in_pairs = of_teacher * taught + 2 * compared if chunk.pairs else 0.0
         # States that travel are kept with what is received, and once more with what is sent
         width = fields.width_of(chunk.received) + (fields.width_of(chunk.sent) if sent else 0)
-        kept += self._weigh([Row("hidden states that travel", width, form.parameter, "sequence")])
+        kept += self._states(width)
         rows = run.batch.micro_batch_size * chunk.embedding
         of_tower, of_worst = tower_bytes(fields, run.layout, rows, form.parameter)
         at_output = self._at_output() if chunk.output else 0.0
@@ -375,13 +375,11 @@ class Activations:
 
     def _layers(self, chunk: ChunkLayers) -> tuple[float, float]:
         """Return the bytes that the layers of a chunk keep, and those that backward needs beside in the worst one."""
-        fields, layers = self.run.fields, []
-        alike: dict[object, _LayerBytes] = {}
-        for layer in chunk.layers:  # layers with the same parts are alike; adapters may differ
-            key: object = fields.kind(layer) if fields.adapters is None else layer
-            alike[key] = alike.get(key) or self._layer(layer)
-            layers.append(alike[key])
-        return self._recomputed(layers)
+        fields = self.run.fields
+        # Layers with the same parts are alike; adapters may differ
+        alike = {fields.kind(layer) if fields.adapters is None else layer: layer for layer in chunk.layers}
+        known = {key: self._layer(layer) for key, layer in alike.items()}
+        return self._recomputed([known[fields.kind(n) if fields.adapters is None else n] for n in chunk.layers])
 
     def _of_teacher(self, chunk: ChunkLayers) -> tuple[float, float]:
         """Return the bytes of a teacher's hidden states between two layers, and those that one of its layers needs.
@@ -396,17 +394,14 @@ class Activations:
         _, in_tower = tower_bytes(taught, run.layout, rows, run.formats.parameter)
         return teacher._hidden, max(teacher._in_layer(any(taught.is_moe)), in_tower)
 
-    @property
-    def _taught_in_fp32(self) -> float:
-        """Bytes of a teacher's hidden states between two layers, in fp32."""
-        teacher = self.run.fields.teacher
-        width = 0 if teacher is None else teacher.hidden_size
-        return self._weigh([Row("hidden states", width, FP32, "sequence")])
+    def _states(self, width: int, element: int | None = None) -> float:
+        """Return the bytes of hidden states between two layers; ``element`` None is a number's of this run."""
+        return self._weigh([Row("hidden states", width, element or self.run.formats.parameter, "sequence")])
 
     @property
     def _hidden(self) -> float:
-        """Bytes of the hidden states between two layers."""
-        return self._weigh([Row("hidden states", self.run.fields.hidden_size, self.run.formats.parameter, "sequence")])
+        """Bytes of this model's hidden states between two layers."""
+        return self._states(self.run.fields.hidden_size)
 
     def _multi_token_bytes(self) -> float:
         """Return the bytes that a layer of multi-token prediction keeps."""

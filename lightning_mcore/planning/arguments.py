@@ -57,7 +57,7 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
         return arguments_in_use(model)
     sees = bool(sees_images(model["path"], model.get("family")))
     kind = MCoreVisionGPT if sees else own
-    given = book.check_arguments(f"argument of {kind.__name__}.from_pretrained", model, of_model(True, sees))
+    given = book.known_arguments(f"argument of {kind.__name__}.from_pretrained", model, of_model(True, sees))
     head = ""
     if "preference" in given and Preference.of(given["preference"]).gives_scores:
         head = SCORING

@@ -201,7 +201,7 @@ def _given_or(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
 def _with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return all fields of Megatron's config, with the defaults that it derives from others."""
     known = fields_of(MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig)
-    values = {name: argument.default for name, argument in known.items()} | DEFAULTS
+    values = {**known, **DEFAULTS}
     values |= {name: value for name, value in given.items() if value is not None or name == "q_lora_rank"}
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     derived = {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden}

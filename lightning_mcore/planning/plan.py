@@ -81,7 +81,7 @@ class Plan(CheckedRun):
         """Name of the number format, with the FP8 recipe."""
         fp8 = self.rules.fp8
         kind = "FP8" if fp8 is None or fp8.fp4_recipe is None else "FP4"
-        return self.rules.precision_name + (f" with {kind} ({fp8.recipe})" if fp8 is not None and fp8.is_on else "")
+        return self.rules.precision_name + (f" with {kind} ({fp8.recipe})" if fp8 is not None else "")
 
     @property
     def fullest(self) -> StagePlan | None:

@@ -19,11 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from lightning.pytorch import Trainer
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
 from lightning_mcore.arguments.build import make_strategy
-from lightning_mcore.config.architecture import check_architecture, set_architecture
+from lightning_mcore.config.architecture import set_architecture
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.distillation import check_layer_pairs, check_teacher
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of, fusion_defaults
@@ -35,15 +38,14 @@ from lightning_mcore.config.rules import model as model_rules
 from lightning_mcore.config.rules import strategy as strategy_rules
 from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import counted, unknown_name
-from lightning_mcore.config.value_checks import accepts, choices_of, require_size
+from lightning_mcore.config.value_checks import require_size
 from lightning_mcore.layers.multi_token import check_multi_token
-from lightning_mcore.layers.spec import resolve_transformer_impl
+from lightning_mcore.layers.spec import backend_checks, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, field_faults
 from lightning_mcore.layers.whole_documents import check_hybrid
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import check_parts
 from lightning_mcore.optimizer import rules as optimizer_rules
-from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.planning import signatures
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_loss, faults_of_pairs, with_teacher
@@ -51,7 +53,7 @@ from lightning_mcore.planning.formats import Formats, optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.measured import SEQUENCES
 from lightning_mcore.planning.model import GPTFields, backend_of, layer_counts
-from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_config, of_model
+from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_model
 from lightning_mcore.planning.sizes import OVERLAPS, Sizes
 from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
@@ -69,6 +71,14 @@ _ASK_TRANSFORMER_ENGINE = (
     "moe_router_padding_for_quantization",
 )
 """Fields for which Megatron's config looks for TransformerEngine or FP8, except those with FP8 in their name."""
+
+
+_SIZES = fields_of(ParallelLayout)
+_CONFIGS: dict[str, Any] = {
+    "ddp_config": DistributedDataParallelConfig,
+    "optimizer_config": OptimizerConfig,
+    "communication": CommunicationOptions,
+}
 
 
 class RuleBook:
@@ -95,17 +105,10 @@ class RuleBook:
         self.errors = list(dict.fromkeys([*self.errors, *found]))
         return not found
 
-    def check_arguments(self, where: str, given: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
-        """Refuse unknown names and values that do not have their type, and return the valid arguments."""
-        fitting = {}
-        for name, value in given.items():
-            if name not in known:
-                self.collect([unknown_name(where, name, known)])
-            elif not accepts(known[name].hint, value) and value != known[name].default:
-                self.collect([f"{where} {name}={value!r} does not fit; choose {choices_of(known[name].hint)}"])
-            else:
-                fitting[name] = value
-        return fitting
+    def known_arguments(self, where: str, given: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
+        """Refuse unknown names, and return the other arguments."""
+        self.collect([unknown_name(where, name, known) for name in given if name not in known])
+        return {name: value for name, value in given.items() if name in known}
 
 
 class PlannedStrategy:
@@ -116,23 +119,24 @@ class PlannedStrategy:
     ) -> None:
         self._book = book
         self._device_type = device_type  # "cuda" or "cpu"
-        self.strategy = book.check_arguments("argument of MCoreStrategy", strategy, arguments_of(MCoreStrategy))
-        self.precision = book.check_arguments("argument of MCorePrecision", precision, arguments_of(MCorePrecision))
-        self.layout = book.attempt(ParallelLayout, **_given(self.strategy, ParallelLayout))
-        self.fp8 = book.attempt(FP8Settings, **_given(self.precision, FP8Settings))
+        self.strategy = book.known_arguments("argument of MCoreStrategy", strategy, arguments_of(MCoreStrategy))
+        self.precision = book.known_arguments("argument of MCorePrecision", precision, arguments_of(MCorePrecision))
+        given = {name: value for name, value in self.strategy.items() if value is not None}
+        self.layout = book.attempt(ParallelLayout, **{name: given[name] for name in given if name in _SIZES})
+        self.plugin = book.attempt(MCorePrecision, **self.precision)
         self.ddp, self.optimizer = self._options("ddp_config"), self._options("optimizer_config")
         self.communication = book.attempt(CommunicationOptions, **self._options("communication"))
 
     def _options(self, name: str) -> dict[str, Any]:
         """Return the fields of a config that differ from their defaults."""
-        given, known = self.strategy.get(name), of_config(name)
+        given, known = self.strategy.get(name), fields_of(_CONFIGS[name])
         if given is None:
             return {}
         if not isinstance(given, Mapping):
             self._book.collect([f"{name}={given!r} is not a mapping; give its fields by name"])
             return {}
-        right = self._book.check_arguments(f"field of {name}", class_and_arguments(given)[1], known)
-        return {key: value for key, value in right.items() if value != known[key].default}
+        right = self._book.known_arguments(f"field of {name}", class_and_arguments(given)[1], known)
+        return {key: value for key, value in right.items() if value != known[key]}
 
     @property
     def precision_name(self) -> str:
@@ -140,9 +144,9 @@ class PlannedStrategy:
         return str(self.precision.get("precision") or "32-true")
 
     @property
-    def computes_in_fp8(self) -> bool:
-        """Whether linear layers compute in FP8, or in FP4."""
-        return self.fp8 is not None and self.fp8.is_on
+    def fp8(self) -> FP8Settings | None:
+        """How linear layers compute in FP8 or FP4; None if they do not."""
+        return self.plugin.fp8 if self.plugin is not None and self.plugin.fp8.is_on else None
 
     @property
     def group_size(self) -> int | None:
@@ -168,13 +172,12 @@ class PlannedStrategy:
 
     def check(self, world_size: int) -> None:
         """Refuse settings that contradict each other, or the devices; model and number of ranks are checked later."""
-        book, device_type = self._book, self._device_type
-        precision = book.attempt(MCorePrecision, **self.precision)
-        if precision is not None and precision.fp8.is_on:
+        book, device_type, fp8 = self._book, self._device_type, self.fp8
+        if fp8 is not None:
             settings = (self.distributed, self.resolved("overlap_param_gather"))
             if device_type != "cpu" or not is_prepared():  # TransformerEngine of te_cpu
-                book.collect(strategy_rules.fp8_device_faults(precision.fp8.recipe, device_type))
-            book.attempt(precision.fp8.check_optimizer, *settings, bool(self.optimizer.get("optimizer_cpu_offload")))
+                book.collect(strategy_rules.fp8_device_faults(fp8.recipe, device_type))
+            book.attempt(fp8.check_optimizer, *settings, bool(self.optimizer.get("optimizer_cpu_offload")))
         names = ("micro_batch_size", "microbatch_group_size_per_vp_stage")
         of_ddp = ("num_distributed_optimizer_instances", "bucket_size")
         sizes = {f"ddp_config.{name}": self.ddp[name] for name in of_ddp if name in self.ddp}
@@ -182,11 +185,11 @@ class PlannedStrategy:
         sized = [book.passes(require_size, name, size) for name, size in sizes.items()]
         book.attempt(checked_chunk_size, self.strategy.get("loss_chunk_size", "auto"))
         book.collect(strategy_rules.gradient_faults(self.strategy, self.ddp))
-        owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
+        owned = self.plugin.ddp_fields() if self.plugin is not None else ddp_fields_of(self.precision_name)
         book.attempt(check_owned_by_precision, self.ddp, owned)
         book.collect(optimizer_rules.optimizer_config_faults(self.optimizer, self.distributed))
-        sharding, in_fp8 = self.strategy.get("data_parallel_sharding"), precision is not None and precision.fp8.is_on
-        book.collect(strategy_rules.sharding_faults(sharding, self.precision_name, in_fp8, self.optimizer))
+        sharding = self.strategy.get("data_parallel_sharding")
+        book.collect(strategy_rules.sharding_faults(sharding, self.precision_name, fp8 is not None, self.optimizer))
         in_fp32 = bool(owned["grad_reduce_in_fp32"])
         book.collect(optimizer_rules.optimizer_device_faults(self.optimizer, device_type, in_fp32))
         if self.layout is not None:
@@ -215,13 +218,8 @@ class PlannedStrategy:
         sizes = vars(self.layout) if self.layout is not None else {}
         strategy = self._book.attempt(make_strategy, without_optimizer) or MCoreStrategy(**sizes)
         strategy.parallel_devices = [torch.device(self._device_type)]
-        strategy._precision_plugin = RuleBook().attempt(MCorePrecision, **self.precision)  # refused above
+        strategy._precision_plugin = self.plugin
         return strategy.megatron_fields()
-
-
-def _given(arguments: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """Return the arguments that are fields of a dataclass."""
-    return {name: arguments[name] for name in kind.__dataclass_fields__ if arguments.get(name) is not None}
 
 
 def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
@@ -230,16 +228,15 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     Returns the sizes of the model; None if they are unknown.
     """
     owner, known = "MCoreVisionGPT" if "vision" in model else "MCoreGPT", of_model(sees="vision" in model)
-    given = book.check_arguments(f"argument of {owner}", model, known)
-    missing = [name for name, argument in known.items() if argument.default is ... and name not in model]
+    given = book.known_arguments(f"argument of {owner}", model, known)
+    missing = [name for name, default in known.items() if default is ... and name not in model]
     if missing:
         book.collect([f"{owner} lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"])
     for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
         if name in given:
             book.attempt(require_size, name, given[name])
-    recipe = book.check_arguments("field of Recipe", given.get("recipe") or {}, fields_of(Recipe))
     uses_mup = bool((given.get("transformer") or {}).get("use_mup"))
-    book.attempt(lambda: Recipe.of(recipe).check_model(given.get("lora") is not None, uses_mup))
+    book.attempt(lambda: Recipe.of(given.get("recipe") or {}).check_model(given.get("lora") is not None, uses_mup))
     transformer = given.get("transformer")
     if not isinstance(transformer, Mapping):
         return None
@@ -264,7 +261,7 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
 
 def settings_of_gpt(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT``, with defaults filled in."""
-    return {name: argument.default for name, argument in of_model().items()} | dict(model)
+    return {**of_model(), **model}
 
 
 def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrategy) -> bool:
@@ -283,7 +280,7 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
             own, taught = (layer_counts(model, layout) for model in (fields, fields.teacher))
             recomputes = fields.recompute_granularity == "full"
             book.attempt(check_layer_pairs, fields.layer_pairs, own, taught, recomputes)
-    if fp8 is not None and fp8.is_on:
+    if fp8 is not None:
         book.attempt(check_model, fp8, fields.shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
         book.attempt(check_layers, fp8, fields.num_layers, layout.pipeline_model_parallel_size)
     return fits
@@ -296,7 +293,6 @@ def check_in_megatron(
     settings, used = settings_of_gpt(model), backend
     if device_type != "cuda":  # only a machine with GPUs knows whether it has TransformerEngine
         used = book.attempt(resolve_transformer_impl, backend, device_type) or "local"  # type: ignore[arg-type]
-    _check_optimizer(book, rules, settings)
     owned = rules.megatron_fields()
     if fields.transformer.get("multi_latent_attention"):
         owned |= {name: settings[name] for name in ("rotary_base", "rotary_percent")}
@@ -304,9 +300,8 @@ def check_in_megatron(
     if config is None:
         return
     set_architecture(config, fields.architecture)
-    book.attempt(check_architecture, config, used)
-    book.attempt(model_rules.check_fields, config, used, device_type)  # type: ignore[arg-type]
-    book.attempt(check_uniform_recompute, config)
+    for check in backend_checks(config, used, device_type):  # type: ignore[arg-type]
+        book.attempt(check)
     book.attempt(check_adapters, fields, config, settings)
     tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
     chunk_size = rules.strategy.get("loss_chunk_size", "auto")
@@ -347,11 +342,8 @@ def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend
     return config
 
 
-def _check_optimizer(book: RuleBook, rules: PlannedStrategy, settings: Mapping[str, Any]) -> None:
+def _check_optimizer(book: RuleBook, rules: PlannedStrategy, recipe: Recipe) -> None:
     """Create the optimizer for one parameter, and refuse it if it does not work with the strategy."""
-    recipe = RuleBook().attempt(Recipe.of, settings["recipe"] or {})
-    if recipe is None:  # already refused
-        return
     made, layout = recipe.build_optimizer([("weight", nn.Parameter(torch.zeros(1, 1)))]), rules.layout
     book.attempt(
         optimizer_rules.check_kind,
@@ -379,7 +371,7 @@ def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch
     if length > fields.seq_length and fields.learned_positions:
         learned = f"the {fields.learned_positions} learned positions of the model"
         book.collect([f"data.seq_length={length} is more than {learned}; make them equal"])
-    if fp8 is not None and fp8.is_on:
+    if fp8 is not None:
         book.attempt(check_microbatch, fp8, (length, batch.micro_batch_size), layout)
 
 
@@ -436,7 +428,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
     book, fits = RuleBook(), False
     device_type = "cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda"
-    trainer = book.check_arguments("argument of Trainer", settings.trainer, signatures.of_trainer())
+    trainer = book.known_arguments("argument of Trainer", settings.trainer, arguments_of(Trainer))
     book.collect(strategy_rules.trainer_faults(trainer))
     book.collect(signatures.lightning_faults(trainer))
     rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
@@ -447,10 +439,12 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None) -
     built = {**model, "transformer": {**fused, **model["transformer"]}} if fused else model
     fields = check_gpt(book, built) if model else None
     if fields is not None:
-        recipe = RuleBook().attempt(Recipe.of, model.get("recipe") or {})
+        recipe = RuleBook().attempt(Recipe.of, model.get("recipe") or {})  # refused by check_gpt if it is wrong
         if recipe is not None and signatures.may_never_end(trainer):
             book.attempt(recipe.check_end, None)
         fits = check_gpt_on_layout(book, fields, rules)
+        if recipe is not None:
+            _check_optimizer(book, rules, recipe)
         check_in_megatron(book, fields, rules, model, used, device_type)
     # Last, because a reader can change the layout to fit the model, and then the number of ranks may fit too.
     divides = rules.layout is not None and book.passes(rules.layout.validate_world, devices)

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, types and defaults of the arguments that a run is made of, as far as plain data can fit them."""
+"""Names and defaults of the arguments that a run is made of, and what Lightning says against those of its Trainer."""
 
 import contextlib
 import dataclasses
-import enum
 import inspect
 import logging
-import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
 
-from lightning_mcore.config.communication import CommunicationOptions
-from lightning_mcore.config.value_checks import is_callable
 from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
@@ -30,76 +23,43 @@ from lightning_mcore.models.reranker import MCoreReranker
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
 
-
-class Argument(NamedTuple):
-    """One field of a dataclass or argument of a constructor."""
-
-    hint: Any  # its type; ``typing.Any`` where it takes objects
-    default: Any  # its default; ``...`` where it has none
-
-
-Arguments = Mapping[str, Argument]
+Arguments = Mapping[str, Any]
+"""Defaults by name; ``...`` where there is none."""
 
 
 @cache
 def arguments_of(function: Callable[..., Any]) -> Arguments:
     """Return the arguments of a function, without ``self``; of a class those of its constructor."""
-    owner: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
-    hints = typing.get_type_hints(owner)
     return {
-        name: Argument(_plain(hints.get(name, Any)), ... if given.default is given.empty else given.default)
-        for name, given in inspect.signature(owner).parameters.items()
-        if name != "self" and given.kind is not given.VAR_KEYWORD
+        name: ... if given.default is given.empty else given.default
+        for name, given in inspect.signature(function).parameters.items()
+        if given.kind is not given.VAR_KEYWORD
     }
 
 
 @cache
 def fields_of(kind: type) -> Arguments:
     """Return the fields of a dataclass."""
-    hints = typing.get_type_hints(kind)
-    return {field.name: Argument(_plain(hints[field.name]), _default(field)) for field in dataclasses.fields(kind)}
-
-
-def of_trainer() -> Arguments:
-    """Return the arguments of Lightning's ``Trainer``."""
-    return arguments_of(inspect.unwrap(pl.Trainer.__init__))
+    return {field.name: _default(field) for field in dataclasses.fields(kind)}
 
 
 def of_model(pretrained: bool = False, sees: bool = False) -> Arguments:
     """Return the arguments of ``MCoreGPT`` and the classes that change its loss, or of their ``from_pretrained``."""
-    found: dict[str, Argument] = {}
     others = (MCorePreference, MCoreDistillation, MCoreEmbedding, MCoreReranker, MCoreGPT)
-    for kind in (MCoreVisionDistillation, MCoreVisionGPT) if sees else others:
-        found |= arguments_of(kind.from_pretrained if pretrained else kind)
-    if "distillation" in found:
-        found["distillation"] = found["distillation"]._replace(default=None)  # only its own class needs it
-    return found
+    kinds = (MCoreVisionDistillation, MCoreVisionGPT) if sees else others
+    found = {name: default for kind in kinds for name, default in _of_kind(kind, pretrained).items()}
+    return {**found, "distillation": None}  # only its own class needs it
 
 
-def of_config(name: str) -> Arguments:
-    """Return the fields of ``ddp_config``, ``optimizer_config`` or ``communication``."""
-    kinds = {"ddp_config": DistributedDataParallelConfig, "optimizer_config": OptimizerConfig}
-    return fields_of(kinds.get(name, CommunicationOptions))
+def _of_kind(kind: type[MCoreGPT], pretrained: bool) -> Arguments:
+    of: Any = kind.from_pretrained if pretrained else kind
+    return arguments_of(of)
 
 
 def _default(field: "dataclasses.Field[Any]") -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else ...
-
-
-def _plain(hint: Any) -> Any:
-    """Return a type as it is if plain data can have it, else ``Any``."""
-    return Any if _takes_objects(hint) else hint
-
-
-def _takes_objects(hint: Any) -> bool:
-    if is_callable(hint) or typing.get_origin(hint) is typing.Literal:
-        return False
-    if kinds := typing.get_args(hint):
-        return any(_takes_objects(kind) for kind in kinds)
-    plain = (int, float, bool, str, list, dict, tuple, NoneType)
-    return isinstance(hint, type) and hint not in plain and not issubclass(hint, enum.Enum)
 
 
 _NOT_ASKED = (

@@ -326,7 +326,7 @@ def _set(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Arguments) 
         gone |= {"tp_comm_overlap", "tp_comm_overlap_cfg"}
     if chosen.get("pipeline_model_parallel_size") is None or not chosen.get("overlap_grad_reduce"):
         gone |= {"align_grad_reduce"}
-    defaults = {name: known[name].default for name in given if name in gone and name not in chosen}
+    defaults = {name: known[name] for name in given if name in gone and name not in chosen}
     return {name: default for name, default in defaults.items() if given[name] != default} | dict(chosen)
 
 

@@ -140,7 +140,7 @@ def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tupl
             f"fp4_recipe={settings.precision['fp4_recipe']!r} cannot be rehearsed, because its kernels look at values;"
             " rehearse with fp8_recipe='mxfp8', whose copies of weights and inputs are twice as large"
         )
-    needs_engine = run.rules.computes_in_fp8 or run.model.get("transformer_impl") == "transformer_engine"
+    needs_engine = run.rules.fp8 is not None or run.model.get("transformer_impl") == "transformer_engine"
     if needs_engine and not is_prepared():
         raise ModuleNotFoundError(
             "layers of TransformerEngine, and so FP8, are rehearsed with its Python code, which is not installed;"
