@@ -31,7 +31,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def _plan(options: dict[str, Any], words: Sequence[str], parser: CommandParser) 
         # _machine returns one whenever suggestions are asked for.
         assert machine is not None
         found = suggest(settings, devices, per_node, machine, memory, backend, progress=_progress())
-        shown = [layout.to_dict() for layout in found]
+        shown = [asdict(layout) for layout in found]
         text = (
             json.dumps(shown, indent=2) if options["json"] else suggestion_text(found, machine, memory, devices, kind)
         )

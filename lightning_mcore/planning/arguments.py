@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a planned ``MCoreGPT``: with those of a Hugging Face config, and those that another loss changes."""
+"""The arguments of a planned ``MCoreGPT``, and what follows from them: what is trained, the teacher, other losses.
+
+Arguments of ``from_pretrained`` get those of the Hugging Face config. What adapters and frozen weights leave to train
+is known by the rules of ``hf/adapters.py`` and ``hf/freezing.py``.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,16 +14,19 @@ from lightning_mcore.config.distillation import Distillation, check_sight
 from lightning_mcore.config.embedding import Embedding, faults_of_batch
 from lightning_mcore.config.embedding import faults_with_model as faults_of_vectors
 from lightning_mcore.config.field_homes import DEFAULTS
-from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.lora import LoRA, check_train_only
 from lightning_mcore.config.preference import Preference, faults_with_model
 from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.config.reranking import faults_of_batch as faults_of_documents
 from lightning_mcore.config.rules.model import faults_of_mean
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import PARTS, Vision
+from lightning_mcore.hf.adapters import adapted_model, check_held, projection_names
 from lightning_mcore.hf.family import HIDDEN, SCORING
+from lightning_mcore.hf.freezing import check_trained, trained_model
 from lightning_mcore.hf.peft_folder import given_lora
 from lightning_mcore.hf.pixels import check_pixels
+from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.hf.sentence_folder import check_pooling
 from lightning_mcore.hf.source import (
     absolute,
@@ -30,6 +37,7 @@ from lightning_mcore.hf.source import (
     sees_images,
     variant_name,
 )
+from lightning_mcore.layers.quantized import check_blocks
 from lightning_mcore.models import embedding as vectors
 from lightning_mcore.models import reranker
 from lightning_mcore.models.kinds import kind_of
@@ -38,6 +46,7 @@ from lightning_mcore.models.stored_logits import looks_complete
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.parameters import whole_shapes
 from lightning_mcore.planning.signatures import of_model
 from lightning_mcore.planning.vision import with_tower
 
@@ -120,6 +129,40 @@ def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: Glob
     yield from faults_with_model(Preference.of(model["preference"]), _lora(model), config)
     if batch is not None and batch.micro_batch_size % 2 and not settings.data.get("packing"):
         yield f"micro_batch_size={batch.micro_batch_size} cuts a pair apart; choose an even number"
+
+
+def with_adapters(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
+    """Return a model with the adapters or the frozen weights that the arguments of ``MCoreGPT`` ask for.
+
+    Raises FileNotFoundError for a PEFT folder that does not exist, ValueError or TypeError for a wrong setting.
+    """
+    given, train_only = model.get("lora"), model.get("train_only")
+    if train_only is not None:
+        check_train_only(train_only, given is not None)
+        family, settings = family_and_fields(model)
+        check_trained(family, settings, train_only)
+        return replace(fields, adapters=trained_model(whole_shapes(fields), family, settings, train_only))
+    if given is None:
+        return fields
+    lora, continued = given_lora(given)
+    family, settings = family_and_fields(model)
+    lora.check_targets(projection_names(family, settings), strict=continued is None)
+    check_held(family, settings, lora)
+    return replace(fields, adapters=adapted_model(whole_shapes(fields), family, settings, lora))
+
+
+def check_adapters(fields: GPTFields, config: Any, model: Mapping[str, Any]) -> None:
+    """Refuse adapters that Megatron's settings and the layout do not allow."""
+    adapted = fields.adapters
+    if adapted is None or adapted.lora is None:
+        return
+    tp, etp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size or 1
+    names = projection_names(*family_and_fields(model))
+    adapted.lora.check_layers(config, names)
+    adapted.lora.check_vocabulary(names, {**fields.transformer, **model}, fields.padded_vocab_size, tp)
+    if adapted.lora.quantization:
+        saved = {name for name, trained in adapted.of.items() if trained.is_saved}
+        check_blocks({name: shape[-1] for name, shape in whole_shapes(fields).items() if name not in saved}, tp, etp)
 
 
 def setting_of(model: Mapping[str, Any]) -> Distillation | None:

@@ -42,11 +42,15 @@ def communication_volume(run: Sizes, stage: int) -> list[AxisVolume]:
     """Return the bytes that each rank of a pipeline stage sends in an optimizer step, without axes of one rank."""
     fields, layout, formats, stages = run.fields, run.layout, run.formats, run.stages
     volumes, tokens = _volumes(layout, run.world_size, formats), run.tokens * run.batch.num_microbatches
-    of_token = tokens * formats.parameter
-    for index, chunk in enumerate(stages[stage]):
-        of_fp32 = FP32 / formats.parameter
-        for axis, channels in [*_of_layers(fields, layout, chunk, of_fp32), *_of_ends(fields, layout, chunk)]:
+    of_token, of_fp32 = tokens * formats.parameter, FP32 / formats.parameter
+    passing = [(fields, chunk, 1) for chunk in stages[stage]]  # a teacher has no backward pass
+    if fields.teacher is not None:
+        passing += [(fields.teacher, chunk, 0) for chunk in stage_layers(fields.teacher, layout)[stage]]
+    for model, chunk, backward in passing:
+        of_model = model, layout, chunk, backward
+        for axis, channels in [*_of_layers(*of_model, of_fp32), *_of_ends(*of_model)]:
             volumes[axis].sent += channels * of_token
+    for index, chunk in enumerate(stages[stage]):
         if fields.has_logits:  # of the loss: largest logit, that of the target, the sum, each in fp32
             of_loss = 3 * 2 * 4 * _ring(layout.tensor_model_parallel_size)
             volumes["tp"].sent += (chunk.output + chunk.mtp) * of_loss * tokens
@@ -57,9 +61,6 @@ def communication_volume(run: Sizes, stage: int) -> list[AxisVolume]:
         sizes = (place < last) * (size + fields.width_of(chunk.sent))
         sizes += (place > 0) * (size + fields.width_of(chunk.received))  # gradients, the way back
         volumes["pp"].sent += sizes * of_token / _shares(layout)
-    if fields.teacher is not None:
-        for axis, channels in _of_teacher(fields.teacher, layout, stage, FP32 / formats.parameter):
-            volumes[axis].sent += channels * of_token
     parameters = count_of(run.tensors(stage))
     bytes_each = formats.gradient + (formats.gathered if formats.distributed else formats.gradient)
     bytes_each += formats.parameter if formats.layer_wise else 0
@@ -110,21 +111,12 @@ def _ring(size: int) -> float:
     return (size - 1) / size
 
 
-def _of_teacher(teacher: GPTFields, layout: ParallelLayout, stage: int, of_fp32: float) -> Iterator[tuple[str, float]]:
-    """Yield axes and channels of a token through a stage of a teacher, which has no backward pass."""
-    whole, shares = teacher.hidden_size * _ring(layout.tensor_model_parallel_size), layout.sequence_parallel
-    for chunk in stage_layers(teacher, layout)[stage]:
-        yield from _of_layers(teacher, layout, chunk, of_fp32, backward=0)
-        # The embeddings' sum, an all-reduce or a reduce-scatter, and with sequence parallelism the gathered states
-        yield "tp", chunk.embedding * (1 if shares else 2) * whole + chunk.output * shares * whole
-
-
 def _of_layers(
-    fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, of_fp32: float, backward: int = 1
+    fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, backward: int, of_fp32: float
 ) -> Iterator[tuple[str, float]]:
     """Yield axes, and the channels that a rank sends along them for each token through the layers of a chunk.
 
-    ``of_fp32`` is the size of a number in fp32, in channels; ``backward`` is 0 without a backward pass.
+    ``backward`` is 0 without a backward pass; ``of_fp32`` is the size of a number in fp32, in channels.
     """
     tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
     # One column-parallel and one row-parallel matrix: forward runs, and backward.
@@ -231,11 +223,12 @@ def _of_experts(fields: GPTFields, layout: ParallelLayout) -> Iterator[tuple[str
     yield from (("ep", _ring(ep) * sent), ("etp", (etp - 1) * sent))
 
 
-def _of_ends(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers) -> Iterator[tuple[str, float]]:
+def _of_ends(
+    fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, backward: int
+) -> Iterator[tuple[str, float]]:
     """Yield axes and channels of a token through embedding and output layer."""
-    whole = fields.hidden_size * _ring(layout.tensor_model_parallel_size)
-    of_output = 3 if layout.sequence_parallel else 2
-    if not fields.has_logits:  # each rank has the whole layer, or none; only parts of sequences are gathered
-        of_output = 2 * layout.sequence_parallel
-    yield "tp", (chunk.embedding + (chunk.mtp > 0)) * 2 * whole
-    yield "tp", (chunk.output + chunk.mtp) * of_output * whole
+    whole, shares = fields.hidden_size * _ring(layout.tensor_model_parallel_size), layout.sequence_parallel
+    # The embeddings' sum: a reduce-scatter, and an all-gather in backward; or an all-reduce, which is both
+    yield "tp", (chunk.embedding + (chunk.mtp > 0)) * (1 + backward if shares else 2) * whole
+    # Without logits, each rank has the whole output layer, or none; only parts of sequences are gathered
+    yield "tp", (chunk.output + chunk.mtp) * (shares + backward * (2 if fields.has_logits else shares)) * whole

@@ -10,7 +10,7 @@ parameters of a rank and of the whole model. All ranks of a stage hold the same 
 every rank, a tied embedding is on the first and the last stage, and multi-token prediction has an embedding on its
 stage.
 
-With adapters (``adapters.py``), those of a weight follow it, and what is not trained is marked.
+With adapters (``arguments.py``), those of a weight follow it, and what is not trained is marked.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,8 +23,6 @@ from lightning_mcore.config.lora import LoRA, Pair
 from lightning_mcore.config.vision import LANGUAGE_MODEL
 from lightning_mcore.planning.built import ParameterTensor, built_model, kinds
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
-
-__all__ = ["ParameterTensor", "chunk_tensors", "model_parameters", "rank_parameters", "rank_tensors", "whole_shapes"]
 
 Tensors = list[list[ParameterTensor]]
 """The parameters of a rank, chunk by chunk."""
@@ -164,13 +162,6 @@ class ModelParameters:
     total: int
     active: int  # what one token uses: of a layer's routed experts, only ``moe_router_topk``
     trained: int
-
-
-def rank_parameters(
-    fields: GPTFields, layout: ParallelLayout, pipeline_rank: int, backend: str = "local"
-) -> ParameterCount:
-    """Return how many parameters each rank of a pipeline stage holds."""
-    return count_of(rank_tensors(fields, layout, pipeline_rank, backend))
 
 
 def count_of(chunks: Iterable[Iterable[ParameterTensor]]) -> ParameterCount:

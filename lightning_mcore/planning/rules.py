@@ -47,8 +47,14 @@ from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import check_parts
 from lightning_mcore.optimizer import rules as optimizer_rules
 from lightning_mcore.planning import signatures
-from lightning_mcore.planning.adapters import check_adapters, with_adapters
-from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_loss, faults_of_pairs, with_teacher
+from lightning_mcore.planning.arguments import (
+    arguments_of_gpt,
+    assumptions_of_loss,
+    check_adapters,
+    faults_of_pairs,
+    with_adapters,
+    with_teacher,
+)
 from lightning_mcore.planning.formats import Formats, optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.measured import SEQUENCES

@@ -5,8 +5,8 @@ Megatron has two training schedules for several stages. *1F1B*: a stage warms up
 stage, then alternates. *Interleaved*: a stage owns several chunks and runs a group of microbatches through one chunk
 before the next; the warm-up is longer, and the bubble is divided by the number of chunks.
 
-:func:`stage_order` returns that order. :class:`PipelineTimeline` simulates it with forward = 1 and backward = 2 units
-for a chunk, and sending without cost. It measures the bubble: the share of the time in which an average stage is idle,
+:class:`PipelineTimeline` knows that order, and simulates it with forward = 1 and backward = 2 units for a chunk, and
+sending without cost. It measures the bubble: the share of the time in which an average stage is idle,
 for 1F1B (pp - 1) / (m + pp - 1) of m microbatches.
 
 A microbatch is in flight from its forward pass through a chunk to its backward pass through it; meanwhile its
@@ -58,24 +58,6 @@ class Played(NamedTuple):
     end: int
 
 
-def stage_order(
-    num_stages: int, num_chunks: int, num_microbatches: int, stage: int, group_size: int | None = None
-) -> list[Pass]:
-    """Return the passes of one stage in the order in which Megatron runs them."""
-    if num_stages == 1:
-        return [Pass(forward, microbatch, 0) for microbatch in range(num_microbatches) for forward in (True, False)]
-    group, chunks = group_size or num_stages, num_chunks if num_chunks > 1 else None
-    ranks = SimpleNamespace(size=lambda: num_stages, rank=lambda: stage)
-    place = SimpleNamespace(pp_group=ranks, virtual_pipeline_model_parallel_size=chunks)
-    warmup: int = get_pp_rank_microbatches(num_microbatches, num_chunks, group, p2p_communicator=place)[2]
-    forwards = get_schedule_table(num_microbatches, num_chunks, group)
-    backwards = [(microbatch, num_chunks - 1 - chunk) for microbatch, chunk in forwards]
-    order = [Pass(True, *place) for place in forwards[:warmup]]
-    for ahead, behind in zip(forwards[warmup:], backwards, strict=False):
-        order += [Pass(True, *ahead), Pass(False, *behind)]
-    return order + [Pass(False, *place) for place in backwards[len(forwards) - warmup :]]
-
-
 @dataclass(frozen=True)
 class PipelineTimeline:
     """The schedule of one step, played."""
@@ -120,8 +102,20 @@ class PipelineTimeline:
         return replace(self, num_microbatches=min(count, count % group + groups * group))
 
     def order(self, stage: int) -> list[Pass]:
-        """Return the passes of a stage."""
-        return stage_order(self.num_stages, self.num_chunks, self.num_microbatches, stage, self.group_size)
+        """Return the passes of a stage in the order in which Megatron runs them."""
+        chunks, microbatches, group = self.num_chunks, self.num_microbatches, self.group_size or self.num_stages
+        if self.num_stages == 1:
+            return [Pass(forward, microbatch, 0) for microbatch in range(microbatches) for forward in (True, False)]
+        ranks = SimpleNamespace(size=lambda: self.num_stages, rank=lambda: stage)
+        virtual = chunks if chunks > 1 else None
+        place = SimpleNamespace(pp_group=ranks, virtual_pipeline_model_parallel_size=virtual)
+        warmup: int = get_pp_rank_microbatches(microbatches, chunks, group, p2p_communicator=place)[2]
+        forwards = get_schedule_table(microbatches, chunks, group)
+        backwards = [(microbatch, chunks - 1 - chunk) for microbatch, chunk in forwards]
+        order = [Pass(True, *place) for place in forwards[:warmup]]
+        for ahead, behind in zip(forwards[warmup:], backwards, strict=False):
+            order += [Pass(True, *ahead), Pass(False, *behind)]
+        return order + [Pass(False, *place) for place in backwards[len(forwards) - warmup :]]
 
     @cached_property
     def played(self) -> list[list[Played]]:

@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.layer_wise import assign_owners
 from lightning_mcore.planning.activation_memory import Activations
+from lightning_mcore.planning.built import ParameterTensor
 from lightning_mcore.planning.formats import WHOLLY, Formats
-from lightning_mcore.planning.parameters import ParameterTensor, chunk_tensors, count_of, rank_tensors
+from lightning_mcore.planning.parameters import chunk_tensors, count_of, rank_tensors
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import patch_bytes, trained_parameters
 

@@ -11,7 +11,7 @@ is rough: measure the first few.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal
@@ -84,10 +84,6 @@ class Suggestion:
     def recomputed(self) -> str:
         """``none``, ``selective`` or ``full``."""
         return str(self.recompute.get("recompute_granularity") or "none")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def suggest(

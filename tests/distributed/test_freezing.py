@@ -15,7 +15,7 @@ from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf import export_checkpoint, export_model
-from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.arguments import with_adapters
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields

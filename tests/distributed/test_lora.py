@@ -31,7 +31,7 @@ from lightning_mcore.layers.adapted_layers import adapt
 from lightning_mcore.layers.lora import Projection
 from lightning_mcore.layers.lora import Rows as RowsOfLayer
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
-from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.arguments import with_adapters
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields

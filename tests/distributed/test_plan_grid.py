@@ -16,7 +16,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
 from lightning_mcore.planning.grid import GROUPS, RankGrid
-from lightning_mcore.planning.schedule import stage_order
+from lightning_mcore.planning.schedule import PipelineTimeline
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
 
@@ -188,5 +188,5 @@ def record_schedule(pp: int, vp: int | None, num_microbatches: int, group: int |
 def test_the_order_of_passes_is_megatrons(pp: int, vp: int | None, num_microbatches: int, group: int | None) -> None:
     of_ranks = run_ranks(pp, record_schedule, pp, vp, num_microbatches, group, timeout=180)
     for stage, calls in enumerate(of_ranks):
-        expected = stage_order(pp, vp or 1, num_microbatches, stage, group)
+        expected = PipelineTimeline(pp, vp or 1, num_microbatches, group).order(stage)
         assert [(action.forward, action.microbatch, action.chunk) for action in expected] == calls, stage

@@ -30,14 +30,14 @@ from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, pipeline_stage
-from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.arguments import with_adapters
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import (
     ParameterCount,
     chunk_tensors,
+    count_of,
     model_parameters,
-    rank_parameters,
     rank_tensors,
     whole_shapes,
 )
@@ -410,7 +410,7 @@ def test_every_rank_has_the_layers_and_parameters_that_are_planned(name: str, bu
         dense, expert = ([tensor for chunk in chunks for tensor in chunk[kind]] for kind in (1, 2))
         trained = (sum(size for size, is_trained in kind if is_trained) for kind in (dense, expert))
         whole = (sum(size for size, _ in kind) for kind in (dense, expert))
-        assert rank_parameters(fields, layout, place) == ParameterCount(*whole, *trained)
+        assert count_of(rank_tensors(fields, layout, place)) == ParameterCount(*whole, *trained)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.world == 1])

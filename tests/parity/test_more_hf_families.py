@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.parameters import rank_parameters
+from lightning_mcore.planning.parameters import count_of, rank_tensors
 from tests.parity.hf_training import (
     LENGTH,
     STEPS,
@@ -108,7 +108,7 @@ def prove(jobs: dict[str, tuple[str, str]], layout: Layout) -> dict[str, tuple[S
             module = Proven.from_pretrained(folder, seq_length=LENGTH)
             module.out = out
             found[name] = predict_and_step(module, layout, STEPS), module.continued
-            here = rank_parameters(GPTFields.of(module.hparams), module.trainer.strategy.layout, _stage())
+            here = count_of(rank_tensors(GPTFields.of(module.hparams), module.trainer.strategy.layout, _stage()))
             trained = sum(parameter.numel() for parameter in module.model.parameters())
             kept = sum(tensor.numel() for key, tensor in module.model.named_buffers() if ".indexer." in key)
             assert (here.total, here.trained_dense + here.trained_expert) == (trained + kept, trained)

@@ -4,13 +4,13 @@
 import pytest
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.arguments import with_adapters
 from lightning_mcore.planning.communication import communication_volume
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.parameters import rank_parameters
-from lightning_mcore.planning.schedule import PipelineTimeline, schedule_picture, stage_order
+from lightning_mcore.planning.parameters import count_of, rank_tensors
+from lightning_mcore.planning.schedule import PipelineTimeline, schedule_picture
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.step import StepWork, step_work
 
@@ -54,7 +54,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(num_stages: int, num_chun
 
 def test_one_stage_never_waits() -> None:
     assert PipelineTimeline(1, 1, 4).bubble == 0
-    assert [str(action) for action in stage_order(1, 1, 2, 0)] == ["F0", "B0", "F1", "B1"]
+    assert [str(action) for action in PipelineTimeline(1, 1, 2).order(0)] == ["F0", "B0", "F1", "B1"]
 
 
 @pytest.mark.parametrize(("num_chunks", "group"), [(1, None), (2, None), (2, 6), (3, 5)])
@@ -67,7 +67,7 @@ def test_a_long_schedule_takes_as_long_as_if_it_were_played_to_its_end(num_chunk
 
 def test_every_stage_runs_every_pass_once_and_backward_behind_forward() -> None:
     for stage in range(4):
-        order = stage_order(4, 2, 8, stage)
+        order = PipelineTimeline(4, 2, 8).order(stage)
         assert len(order) == len(set(order)) == 2 * 2 * 8
         for place, action in enumerate(order):
             if not action.forward:
@@ -144,7 +144,7 @@ def test_full_recomputation_sends_the_forward_pass_again() -> None:
 
 
 def test_gradients_are_all_reduced_or_scattered_and_gathered() -> None:
-    parameters = rank_parameters(gpt(), ParallelLayout(), 0).total
+    parameters = count_of(rank_tensors(gpt(), ParallelLayout(), 0)).total
     assert sent(gpt(), ParallelLayout(), 4)["dp"] == pytest.approx(parameters * 2 * 4 * 3 / 4)
     sharded = sent(gpt(), ParallelLayout(), 4, use_distributed_optimizer=True)["dp"]
     assert sharded == pytest.approx(parameters * (4 + 2) * 3 / 4)
@@ -198,7 +198,7 @@ def test_adapters_cost_as_much_on_ranks_as_in_the_model(changes: dict[str, objec
 def test_frozen_gradients_are_not_sent() -> None:
     arguments = {**GPT, "lora": {"r": 4}}
     fields = with_adapters(GPTFields.of(arguments), arguments)
-    trained = rank_parameters(fields, ParallelLayout(), 0).trained_dense
+    trained = count_of(rank_tensors(fields, ParallelLayout(), 0)).trained_dense
     assert trained == 4 * 4 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 96) * 3)
     assert sent(fields, ParallelLayout(), 2)["dp"] == pytest.approx(trained * 2 * 4 / 2)
 

@@ -10,10 +10,11 @@ import pytest
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.activation_memory import layer_rows
+from lightning_mcore.planning.built import ParameterTensor
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
-from lightning_mcore.planning.parameters import ParameterTensor, model_parameters, rank_parameters
+from lightning_mcore.planning.parameters import ParameterCount, count_of, model_parameters, rank_tensors
 from lightning_mcore.planning.schedule import PipelineTimeline, in_flight
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.state_memory import RankMemory, rank_memory, state_memory
@@ -244,6 +245,10 @@ def memory(
     )
 
 
+def parameters(fields: GPTFields, layout: ParallelLayout = ParallelLayout(), backend: str = "local") -> ParameterCount:
+    return count_of(rank_tensors(fields, layout, 0, backend))
+
+
 def test_expert_parameters_are_divided_by_both_sizes_of_experts() -> None:
     layout = ParallelLayout(
         tensor_model_parallel_size=2,
@@ -253,16 +258,16 @@ def test_expert_parameters_are_divided_by_both_sizes_of_experts() -> None:
     )
     fields = gpt(TINY | {"num_moe_experts": 8})
 
-    assert rank_parameters(fields, layout, 0).expert == rank_parameters(fields, ParallelLayout(), 0).expert / 4
+    assert parameters(fields, layout).expert == parameters(fields).expert / 4
     layout = replace(layout, expert_tensor_parallel_size=2)
-    assert rank_parameters(fields, layout, 0).expert == rank_parameters(fields, ParallelLayout(), 0).expert / 8
+    assert parameters(fields, layout).expert == parameters(fields).expert / 8
 
 
 def test_transformer_engine_keeps_compressing_projections_whole() -> None:
     fields = gpt(TINY | {"multi_latent_attention": True})
     layout = ParallelLayout(tensor_model_parallel_size=2)
 
-    more = rank_parameters(fields, layout, 0, "transformer_engine").dense - rank_parameters(fields, layout, 0).dense
+    more = parameters(fields, layout, "transformer_engine").dense - parameters(fields, layout).dense
 
     assert more == 4 * 64 * (512 + 512 + 64) / 2
 
