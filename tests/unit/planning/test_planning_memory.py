@@ -67,7 +67,7 @@ DEEPSEEK_V3 = LLAMA | {
     "moe_layer_freq": [0] * 3 + [1] * 58,
 }
 TINY = LLAMA | {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
-PIPELINE = ParallelLayout(pipeline_model_parallel_size=4)
+WHOLE, PIPELINE = ParallelLayout(), ParallelLayout(pipeline_model_parallel_size=4)
 
 
 def gpt(transformer: dict[str, Any], vocab_size: int = 1000, **model: Any) -> GPTFields:
@@ -245,7 +245,7 @@ def memory(
     )
 
 
-def parameters(fields: GPTFields, layout: ParallelLayout = ParallelLayout(), backend: str = "local") -> ParameterCount:
+def parameters(fields: GPTFields, layout: ParallelLayout = WHOLE, backend: str = "local") -> ParameterCount:
     return count_of(rank_tensors(fields, layout, 0, backend))
 
 
