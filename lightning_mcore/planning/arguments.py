@@ -62,6 +62,7 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
     if not model:
         raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")
     own = kind_of(model)
+    setting_of(model)  # raises for a wrong setting
     if "path" not in model:
         return arguments_in_use(model)
     sees = bool(sees_images(model["path"], model.get("family")))

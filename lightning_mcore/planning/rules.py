@@ -12,17 +12,21 @@ Megatron's config comes from it.
 model's, the model on the layout, the layout on the devices, the microbatches.
 """
 
-import re
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import torch
 from lightning.pytorch import Trainer
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import transformer_config
+from megatron.core.transformer.moe import moe_utils
 from torch import nn
 
 from lightning_mcore.arguments.build import make_strategy
@@ -69,16 +73,10 @@ from lightning_mcore.te_cpu.load import is_prepared
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_RELEASE = "transformer-engine>="
-_MISSING = re.compile(rf"\bTE\b|{_RELEASE}")
-"""Part of Megatron's message if TransformerEngine is missing or has another version than it needs."""
-_ASK_TRANSFORMER_ENGINE = (
-    *("apply_rope_fusion", "fused_single_qkv_rope", "moe_permute_fusion", "use_te_activation_func"),
-    "moe_router_padding_for_quantization",
+_FUSED_BY_ENGINE = (
+    *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
+    *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
 )
-"""Fields for which Megatron's config looks for TransformerEngine or FP8, except those with FP8 in their name."""
-
-
 _SIZES = fields_of(ParallelLayout)
 _CONFIGS: dict[str, Any] = {
     "ddp_config": DistributedDataParallelConfig,
@@ -155,6 +153,11 @@ class PlannedStrategy:
         return self.plugin.fp8 if self.plugin is not None and self.plugin.fp8.is_on else None
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether the device computes in FP8, with ``te_cpu`` also a CPU."""
+        return self._device_type == "cuda" or is_prepared()
+
+    @property
     def group_size(self) -> int | None:
         """Microbatches that an interleaved schedule runs through a chunk at once; None for the default."""
         return self.strategy.get("microbatch_group_size_per_vp_stage")
@@ -181,7 +184,7 @@ class PlannedStrategy:
         book, device_type, fp8 = self._book, self._device_type, self.fp8
         if fp8 is not None:
             settings = (self.distributed, self.resolved("overlap_param_gather"))
-            if device_type != "cpu" or not is_prepared():  # TransformerEngine of te_cpu
+            if not self.has_fp8:
                 book.collect(strategy_rules.fp8_device_faults(fp8.recipe, device_type))
             book.attempt(fp8.check_optimizer, *settings, bool(self.optimizer.get("optimizer_cpu_offload")))
         names = ("micro_batch_size", "microbatch_group_size_per_vp_stage")
@@ -302,12 +305,15 @@ def check_in_megatron(
     owned = rules.megatron_fields()
     if fields.transformer.get("multi_latent_attention"):
         owned |= {name: settings[name] for name in ("rotary_base", "rotary_percent")}
-    config: Any = _config(book, fields, owned, backend, device_type)
+    with warnings.catch_warnings(), _with_transformer_engine():
+        warnings.simplefilter("ignore")  # the run shows Megatron's warnings
+        config: Any = book.attempt(build_transformer_config, fields.transformer, owned)
     if config is None:
         return
     set_architecture(config, fields.architecture)
-    for check in backend_checks(config, used, device_type):  # type: ignore[arg-type]
-        book.attempt(check)
+    if rules.fp8 is None or rules.has_fp8:  # else that has been said
+        for check in backend_checks(config, used, device_type):  # type: ignore[arg-type]
+            book.attempt(check)
     book.attempt(check_adapters, fields, config, settings)
     tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
     chunk_size = rules.strategy.get("loss_chunk_size", "auto")
@@ -321,31 +327,16 @@ def check_in_megatron(
         book.attempt(model_rules.check_without_transformer_engine, config)
 
 
-def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend: str, device_type: str) -> Any:
-    """Build Megatron's config; return None if Megatron refuses it.
-
-    If only TransformerEngine is missing, which a machine with GPUs may have, the config is built without the fields
-    that need it, and gets them afterwards, so that all other rules are checked.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run shows Megatron's warnings
-        try:
-            return build_transformer_config(fields.transformer, owned)
-        except (ValueError, ImportError, TypeError, AttributeError) as error:
-            is_missing = not isinstance(error, ValueError) or _MISSING.search(str(error))
-            if HAVE_TE or device_type != "cuda" or backend == "local" or not is_missing:
-                # Without TransformerEngine, Megatron still asks FP8 for its release; that it is missing has been said.
-                asks_for_release = isinstance(error, TypeError | AttributeError) or _RELEASE in str(error)
-                if HAVE_TE or not book.errors or not asks_for_release:
-                    book.collect([str(error)])
-                return None
-        given = {**fields.transformer, **owned}
-        late = {name for name in given if "fp8" in name or name in _ASK_TRANSFORMER_ENGINE}
-        early = [{name: one[name] for name in one.keys() - late} for one in (fields.transformer, owned)]
-        config = book.attempt(build_transformer_config, *early)
-    for name in late if config is not None else ():
-        setattr(config, name, given[name])
-    return config
+@contextlib.contextmanager
+def _with_transformer_engine() -> Iterator[None]:
+    """Let Megatron's config find TransformerEngine inside the ``with`` block: only the machine of the run knows."""
+    with contextlib.ExitStack() as stack:
+        if not HAVE_TE:
+            stack.enter_context(mock.patch.object(transformer_config, "is_te_min_version", return_value=True))
+            stack.enter_context(mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb", True))
+            named: dict[str, Any] = {"create": True, **dict.fromkeys(_FUSED_BY_ENGINE, True)}
+            stack.enter_context(mock.patch.multiple(moe_utils, **named))
+        yield
 
 
 def _check_optimizer(book: RuleBook, rules: PlannedStrategy, recipe: Recipe) -> None:

@@ -74,21 +74,13 @@ def _assigned(strategy: Any, precision: Any) -> bool:
 
 def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     """Build Megatron's config and check it, as ``MCoreGPT.check_settings`` does under a Trainer."""
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    from lightning_mcore.config.architecture import check_architecture, set_architecture
+    from lightning_mcore.config.architecture import set_architecture
     from lightning_mcore.config.rules import raise_first
-    from lightning_mcore.config.rules.model import (
-        check_average_in_collective,
-        check_fields,
-        check_normalization,
-        check_without_transformer_engine,
-    )
+    from lightning_mcore.config.rules.model import check_average_in_collective, check_normalization
     from lightning_mcore.config.rules.strategy import expert_faults
     from lightning_mcore.layers.multi_token import check_multi_token
-    from lightning_mcore.layers.spec import resolve_transformer_impl
+    from lightning_mcore.layers.spec import check_backend, resolve_transformer_impl
     from lightning_mcore.layers.transformer_config import build_transformer_config
-    from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 
     owned = strategy.megatron_fields()
     if module.transformer.get("multi_latent_attention"):
@@ -101,15 +93,11 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     else:
         used = resolve_transformer_impl(choice, device_type)
     set_architecture(config, module.architecture)
-    check_architecture(config, used)
-    check_fields(config, used, device_type)
-    check_uniform_recompute(config)
+    check_backend(config, used, device_type)
     learned_positions = module.hparams["position_embedding_type"] == "learned_absolute"
     check_multi_token(config, module.hparams["share_embeddings_and_output_weights"], learned_positions)
     check_normalization(module.loss_normalization, config)
     check_average_in_collective(strategy.gradients.megatron_config().average_in_collective, config)
-    if used == "local" and not HAVE_TE and device_type == "cpu":
-        check_without_transformer_engine(config)
     raise_first(expert_faults(strategy.layout, strategy.root_device.type))
 
 

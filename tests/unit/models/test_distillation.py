@@ -189,6 +189,13 @@ def settings(path: str, teacher: str | None, **strategy: Any) -> RunSettings:
     return RunSettings(model=model, strategy=strategy, trainer={"accelerator": "gpu"}, data={"batch_size": 1})
 
 
+def test_a_plan_lists_a_wrong_setting() -> None:
+    path = folder("small", VOCAB_SIZE)
+    asked = settings(path, path)
+    asked.model["distillation"]["on_policy"] = True
+    assert make_plan(asked, 2).errors == ("on_policy=True is not a number; give one of 0 or more",)
+
+
 def test_a_plan_counts_the_weights_and_forward_pass_of_a_teacher() -> None:
     path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=8)
     layout = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}

@@ -374,6 +374,10 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
         run_with(model={"position_embedding_type": "none"}, base=LATENT),
         "needs rope_type='rope'",
     ),
+    "a learned activation with a gate": (
+        run_with({"activation_func": "xielu", "gated_linear_unit": True}),
+        "activation_func='xielu' does not work with gated_linear_unit=True",
+    ),
     "TransformerEngine on the CPU": (run_with(model={"transformer_impl": "transformer_engine"}), "CUDA"),
 }  # fmt: skip
 
