@@ -156,11 +156,16 @@ def check_quantization(transformer_impl: str, base: str | None) -> None:
 
     Raises ValueError, or ModuleNotFoundError if bitsandbytes is not installed.
     """
-    if transformer_impl != "local":
-        raise ValueError("quantization='nf4' works on Megatron's own layers only; set transformer_impl='local'")
+    check_quantized_layers(transformer_impl)
     if base is None:
         raise ValueError("quantization='nf4' needs weights that are read from a model; use MCoreGPT.from_pretrained")
     require_bitsandbytes()
+
+
+def check_quantized_layers(transformer_impl: str) -> None:
+    """Raise ValueError for layers that cannot have 4-bit weights."""
+    if transformer_impl != "local":
+        raise ValueError("quantization='nf4' works on Megatron's own layers only; set transformer_impl='local'")
 
 
 def check_blocks(columns: Mapping[str, int], tp: int, etp: int) -> None:

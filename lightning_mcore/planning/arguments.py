@@ -37,7 +37,7 @@ from lightning_mcore.hf.source import (
     sees_images,
     variant_name,
 )
-from lightning_mcore.layers.quantized import check_blocks
+from lightning_mcore.layers.quantized import check_blocks, check_quantized_layers
 from lightning_mcore.models import embedding as vectors
 from lightning_mcore.models import reranker
 from lightning_mcore.models.kinds import kind_of
@@ -152,8 +152,8 @@ def with_adapters(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
     return replace(fields, adapters=adapted_model(whole_shapes(fields), family, settings, lora))
 
 
-def check_adapters(fields: GPTFields, config: Any, model: Mapping[str, Any]) -> None:
-    """Refuse adapters that Megatron's settings and the layout do not allow."""
+def check_adapters(fields: GPTFields, config: Any, model: Mapping[str, Any], backend: str) -> None:
+    """Refuse adapters that Megatron's settings, the layers and the layout do not allow."""
     adapted = fields.adapters
     if adapted is None or adapted.lora is None:
         return
@@ -162,6 +162,7 @@ def check_adapters(fields: GPTFields, config: Any, model: Mapping[str, Any]) -> 
     adapted.lora.check_layers(config, names)
     adapted.lora.check_vocabulary(names, {**fields.transformer, **model}, fields.padded_vocab_size, tp)
     if adapted.lora.quantization:
+        check_quantized_layers(backend)
         saved = {name for name, trained in adapted.of.items() if trained.is_saved}
         check_blocks({name: shape[-1] for name, shape in whole_shapes(fields).items() if name not in saved}, tp, etp)
 

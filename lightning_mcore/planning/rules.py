@@ -314,7 +314,7 @@ def check_in_megatron(
     if rules.fp8 is None or rules.has_fp8:  # else that has been said
         for check in backend_checks(config, used, device_type):  # type: ignore[arg-type]
             book.attempt(check)
-    book.attempt(check_adapters, fields, config, settings)
+    book.attempt(check_adapters, fields, config, settings, used)
     tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
     chunk_size = rules.strategy.get("loss_chunk_size", "auto")
     book.attempt(check_chunked_loss, chunk_size, config.defer_embedding_wgrad_compute)

@@ -480,6 +480,15 @@ def test_a_window_that_only_the_torch_backend_refuses_is_planned_for_transformer
     assert plan.stages
 
 
+def test_four_bit_weights_need_megatrons_layers() -> None:
+    for layers, refused in (("auto", True), ("local", False)):
+        fields = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu"}
+        model = {"lora": {"quantization": "nf4"}, "transformer_impl": layers}
+        plan = make_plan(run_with(fields, model=model, trainer={"accelerator": "gpu", "devices": 1}), 1)
+        assert any("works on Megatron's own layers only" in error for error in plan.errors) == refused
+        assert len(plan.errors) == refused
+
+
 def test_rows_longer_than_the_model_expects_are_an_assumption() -> None:
     told = "rows of data.seq_length=64 tokens, although model.seq_length=32 is shorter"
     for length, wanted in ((32, False), (64, True)):
