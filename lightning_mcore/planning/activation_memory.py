@@ -157,9 +157,14 @@ def embedding_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
     yield Row("tokens", 1, _INDEX, "nobody")
     if fields.hidden_dropout:
         yield Row("dropout mask", fields.hidden_size, form.mask, "sequence")
-    adapted = _of_weight(fields, "embedding.word_embeddings.weight")
+    yield from _adapters_of(fields, form, "embedding.word_embeddings.weight", "A x of the embedding", "sequence")
+
+
+def _adapters_of(fields: GPTFields, form: Formats, weight: str, name: str, shared: str) -> Iterator[Row]:
+    """Yield what the adapters of a weight outside the layers keep."""
+    adapted = _of_weight(fields, weight)
     for pair in adapted.pairs if adapted is not None else ():
-        yield Row("A x of the embedding", pair.rank, form.parameter, "sequence")
+        yield Row(name, pair.rank, form.parameter, shared)
 
 
 def output_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
@@ -177,9 +182,7 @@ def output_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
     yield from norm
     yield Row("probabilities", padded, FP32, "tensor")
     yield Row("labels and their mask", 1, _INDEX + 1, "nobody")
-    adapted = _of_weight(fields, "output_layer.weight")
-    for pair in adapted.pairs if adapted is not None else ():
-        yield Row("A x of the output layer", pair.rank, form.parameter, "nobody")
+    yield from _adapters_of(fields, form, "output_layer.weight", "A x of the output layer", "nobody")
 
 
 def multi_token_rows(fields: GPTFields, seq_length: int, form: Formats) -> Iterator[Row]:

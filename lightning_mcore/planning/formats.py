@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mcore.config.text import unknown_name
 from lightning_mcore.planning.built import ParameterTensor
 from lightning_mcore.planning.model import FP32
 
@@ -63,18 +62,13 @@ class Formats:
         packed: bool = False,
         on_gpu: bool = False,
     ) -> "Formats":
-        """Read them from the arguments of a run.
+        """Read them from the arguments of a run, which ``rules.py`` has checked.
 
-        Raises ValueError for a name that is unknown.
+        Raises ValueError for a backend that is unknown.
         """
-        name = precision.get("precision") or "32-true"
-        if name not in BYTES:
-            raise ValueError(f"precision={name!r} is unknown; choose one of {tuple(BYTES)}")
-        if optimizer not in OPTIMIZERS:
-            raise ValueError(unknown_name("optimizer", optimizer, OPTIMIZERS))
         if backend not in _BACKENDS:
             raise ValueError(f"backend={backend!r} is unknown; choose one of {_BACKENDS}")
-        parameter, gradient = BYTES[name]
+        parameter, gradient = BYTES[precision.get("precision") or "32-true"]
         ddp, own = strategy.get("ddp_config") or {}, strategy.get("optimizer_config") or {}
         main, moments = _of_optimizer(parameter, optimizer, own, precision)
         overlaps = bool(strategy.get("overlap_grad_reduce") or ddp.get("overlap_grad_reduce"))

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from lightning_mcore.config.architecture import Architecture, Mixer, moe_layers, needs_torch_backend
 from lightning_mcore.config.distillation import HiddenLoss, PairPlaces, StatesOf
-from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED
+from lightning_mcore.config.field_homes import DEFAULTS
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
 from lightning_mcore.config.preference import Preference
@@ -152,15 +152,11 @@ class GPTFields:
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> "GPTFields":
-        """Read the arguments of ``MCoreGPT`` (those of ``from_pretrained`` must be resolved first).
+        """Read the arguments of ``MCoreGPT``, none of which may be missing; those of ``from_pretrained`` are resolved.
 
-        Raises ValueError for a name or a size that is unknown.
+        Raises ValueError for settings of the architecture, a preference or a reranker that are wrong.
         """
-        missing = [name for name in ("vocab_size", "seq_length", "transformer") if model.get(name) is None]
-        given: Mapping[str, Any] = model.get("transformer") or {}
-        missing += [f"transformer.{name}" for name in REQUIRED if given.get(name) is None] if not missing else []
-        if missing:
-            raise ValueError(f"the model lacks {' and '.join(missing)}; give the arguments of MCoreGPT")
+        given: Mapping[str, Any] = model["transformer"]
         values, architecture = _with_defaults(given), Architecture.of(model.get("architecture"))
         multiple = int(_given_or(model, "make_vocab_size_divisible_by", 128))
         padded = -(-model["vocab_size"] // multiple) * multiple

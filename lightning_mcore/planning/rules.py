@@ -257,6 +257,8 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
             book.attempt(require_size, name, right[name])
     book.attempt(check_positions, settings_of_gpt(given), transformer)
     book.attempt(check_parts, given.get("freeze") or (), given.get("lora"))
+    if missing or any(right.get(name) is None for name in REQUIRED):
+        return None
     arguments = {**given, "transformer": right}
     try:  # even for a model with wrong fields, to find later errors too
         fields = with_tower(GPTFields.of(arguments), arguments)
