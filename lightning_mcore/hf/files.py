@@ -35,6 +35,15 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
     Raises FileNotFoundError if there is no such file, ValueError if it is not a JSON object or not the file that was
     downloaded.
     """
+    content = read_json_value(folder, name)
+    if not isinstance(content, dict):
+        path = os.path.join(folder, name)
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download it again")
+    return content
+
+
+def read_json_value(folder: str, name: str) -> Any:
+    """Return the content of a JSON file, also if it is not an object; raises like :func:`read_json`."""
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{folder} has no {name}; give the folder of a Hugging Face model")
@@ -48,8 +57,6 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
         _check_plain(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON, or only part of it ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download it again")
     return content
 
 

@@ -2,15 +2,17 @@
 """The files that make a Hugging Face model's folder one of Sentence Transformers, without weights and tokenizer.
 
 ``SentenceTransformer(folder)`` reads ``modules.json``: the model itself, pooling, and vectors of length 1. The files
-have the form of releases 2 to 5, which later releases also read; :func:`check_pooling` reads both forms.
+have the form of releases 2 to 5, which later releases also read; :func:`check_vectors` reads both forms.
 """
 
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_mcore.config.embedding import Embedding, Pooling
-from lightning_mcore.hf.files import read_json
+from lightning_mcore.hf.files import read_json_value
 from lightning_mcore.hf.source import is_hub_name
 
 _POOLING = "1_Pooling"
@@ -50,31 +52,61 @@ def files_of(embedding: Embedding, hidden_size: int, seq_length: int) -> dict[st
     }
 
 
-def check_pooling(path: str, pooling: Pooling) -> None:
-    """Raise ValueError if a Sentence Transformers folder, or one on the hub, pools otherwise.
+def check_vectors(path: str, embedding: Embedding) -> None:
+    """Compare a Sentence Transformers folder, or one on the hub, with the settings of a model that starts from it.
 
-    Other models do not say how.
+    Raises ValueError if it makes its vectors in another way. Warns if its prompts would be dropped. Other models do not
+    say how they make vectors.
     """
-    folder = os.path.join(path, _POOLING)
-    if is_hub_name(path):
-        folder = os.path.dirname(_downloaded(path))
-    if not os.path.isfile(os.path.join(folder, "config.json")):
+    for module in _content(path, "modules.json", []):
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind not in _TYPES:
+            raise ValueError(
+                f"{path} makes its vectors with a {kind} module, which would be lost; give a model whose modules.json"
+                f" has only {', '.join(_TYPES)}"
+            )
+    _check_pooling(path, embedding)
+    stored = _content(path, "config_sentence_transformers.json", {}).get("prompts") or {}
+    given = {"query": embedding.query_prompt, "document": embedding.document_prompt}
+    dropped = [name for name in given if stored.get(name)]
+    if dropped and not any(given.values()):
+        rank_zero_warn(
+            f"{path} has prompts for {' and '.join(dropped)}, and Embedding has none, so texts are trained without"
+            f" them; to keep them, set {' and '.join(f'{name}_prompt={stored[name]!r}' for name in dropped)}"
+        )
+
+
+def _check_pooling(path: str, embedding: Embedding) -> None:
+    content = _content(path, f"{_POOLING}/config.json", None)
+    if content is None:
         return
-    content = read_json(folder, "config.json")
+    pooling = embedding.pooling
     found = content.get("pooling_mode") or "+".join(name for flag, name in _FLAGS.items() if content.get(flag))
-    if found == _NAMES[pooling]:
-        return
-    fitting = next((known for known, name in _NAMES.items() if name == found), None)
-    remedy = f"set Embedding(pooling={fitting!r})" if fitting else "give a model that pools by 'last' or 'mean'"
-    raise ValueError(f"the vectors of {path} are pooled by {found!r}, and pooling={pooling!r} is set; {remedy}")
+    if found != _NAMES[pooling]:
+        fitting = next((known for known, name in _NAMES.items() if name == found), None)
+        remedy = f"set Embedding(pooling={fitting!r})" if fitting else "give a model that pools by 'last' or 'mean'"
+        raise ValueError(f"the vectors of {path} are pooled by {found!r}, and pooling={pooling!r} is set; {remedy}")
+    if pooling == "mean" and content.get("include_prompt") is False and (given := _prompts(embedding)):
+        raise ValueError(
+            f"{path} leaves prompts out of the mean (include_prompt=false), and {given} would be part of it; leave the"
+            " prompt out, or set include_prompt to true in 1_Pooling/config.json"
+        )
 
 
-def _downloaded(name: str) -> str:
-    """Return the path of a hub model's description of its pooling; one that is not there if it has none."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def _prompts(embedding: Embedding) -> str:
+    names = ("query_prompt", "document_prompt")
+    return " and ".join(f"{name}={getattr(embedding, name)!r}" for name in names if getattr(embedding, name))
 
-    try:
-        return str(hf_hub_download(name, f"{_POOLING}/config.json"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
-        return os.path.join(name, _POOLING, "config.json")
+
+def _content(path: str, name: str, otherwise: Any) -> Any:
+    """Return the content of a file of a folder or of a model on the hub; ``otherwise`` if there is no such file."""
+    folder = path
+    if is_hub_name(path):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            folder = str(hf_hub_download(path, name)).removesuffix(name)
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
+            return otherwise
+    return read_json_value(folder, name) if os.path.isfile(os.path.join(folder, name)) else otherwise

@@ -24,7 +24,7 @@ from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.embedding.texts import check_texts
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.hf.family import HIDDEN
-from lightning_mcore.hf.sentence_folder import check_pooling
+from lightning_mcore.hf.sentence_folder import check_vectors
 from lightning_mcore.hf.source import variant_name
 from lightning_mcore.layers import embedding as vectors_of
 from lightning_mcore.layers.gpt import GPTChunk
@@ -125,10 +125,10 @@ class MCoreEmbedding(MCoreGPT):
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
-            ValueError: Its family is unknown, its config asks for something that is not supported, or it pools its
-                vectors in another way.
+            ValueError: Its family is unknown, its config asks for something that is not supported, or a Sentence
+                Transformers folder makes its vectors in another way.
         """
-        check_pooling(path, Embedding.of(embedding).pooling)
+        check_vectors(path, Embedding.of(embedding))
         family = variant_name(path, family, HIDDEN)
         module = cls._of_pretrained(**passed_on(locals()))
         module._name_family()

@@ -226,6 +226,12 @@ class MCorePreference(MCoreGPT):
         """Columns of the output layer: one in a reward model, else the padded vocabulary."""
         return 1 if self.preference.gives_scores else super().output_size
 
+    def setup(self, stage: str) -> None:
+        """Forget the reference of an earlier run: a new one begins with other weights."""
+        super().setup(stage)
+        if stage == "fit" and self.trainer.global_step == 0:
+            self.reference_mark = None
+
     def on_fit_start(self) -> None:
         """Compute the reference's log-probabilities of all pairs that the data module offers; collective."""
         self._compute_reference()

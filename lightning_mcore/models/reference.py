@@ -18,6 +18,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _VERSION = "1"
 _Table = NDArray[np.float64]  # [pairs, 2]
+# The mark of the reference that was assigned to a split: its data module may be used for another model after this one
+_ASSIGNED: WeakKeyDictionary[PairSource, str] = WeakKeyDictionary()
 
 
 def compute_reference(module: "MCorePreference") -> None:
@@ -47,15 +50,20 @@ def compute_reference(module: "MCorePreference") -> None:
     pairs and the run no longer has the reference's weights, or if a log-probability is not finite.
     """
     offered: dict[str, PairSource] = getattr(getattr(module.trainer, "datamodule", None), "pair_sources", dict)()
-    sources = {name: source for name, source in offered.items() if source.reference is None}
+    known = module.reference_mark
+    sources = {
+        name: source
+        for name, source in offered.items()
+        if source.reference is None or _ASSIGNED.get(source, known) != known
+    }
     if not sources:
         return
     # A resumed run knows the reference's mark from its checkpoint, so complete files need no weights
-    if module.reference_mark is not None and _read_all(module, sources):
+    if known is not None and _read_all(module, sources):
         return
     with _weights_of_reference(module):
         mark = _mark(module)
-        if module.reference_mark not in (None, mark):
+        if known not in (None, mark):
             raise ValueError(
                 "the reference's log-probabilities of this run are no longer beside the data, and"
                 + (
@@ -66,7 +74,7 @@ def compute_reference(module: "MCorePreference") -> None:
             )
         module.reference_mark = mark
         for name, source in sources.items():
-            source.reference = _complete(module, name, source)
+            _assign(source, _complete(module, name, source), mark)
 
 
 @contextlib.contextmanager
@@ -102,8 +110,14 @@ def _read_all(module: "MCorePreference", sources: dict[str, PairSource]) -> bool
     if any(len(tables[name]) < len(source) for name, source in sources.items()):
         return False
     for name, source in sources.items():
-        source.reference = tables[name]
+        assert module.reference_mark is not None
+        _assign(source, tables[name], module.reference_mark)
     return True
+
+
+def _assign(source: PairSource, table: _Table, mark: str) -> None:
+    source.reference = table
+    _ASSIGNED[source] = mark
 
 
 def _path(module: "MCorePreference", source: PairSource) -> str:

@@ -89,8 +89,8 @@ class MCoreVisionGPT(MCoreGPT):
     ) -> None:
         arguments = passed_on(locals(), "vision", "freeze")
         self.vision = Vision.of(vision)
+        check_parts(freeze, lora)
         self.freeze_parts = tuple(freeze)
-        check_parts(self.freeze_parts, lora)
         super().__init__(**arguments)
         for name in inspect.signature(MCoreGPT).parameters.keys() - inspect.signature(MCoreVisionGPT).parameters.keys():
             self.hparams.pop(name, None)  # not an argument of this class
@@ -289,10 +289,14 @@ class MCoreVisionGPT(MCoreGPT):
 
 
 def check_parts(freeze: Sequence[str], lora: Any) -> None:
-    """Raise ValueError for parts that do not exist, and for adapters of a language model that is frozen."""
+    """Raise an error for parts that do not exist, if nothing is left to train, and for adapters of a frozen model."""
+    if isinstance(freeze, str):
+        raise TypeError(f"freeze={freeze!r} is not a list; give [{freeze!r}]")
     for part in freeze:
         if part not in PARTS:
             raise ValueError(f"freeze has {part!r}; choose from {', '.join(PARTS)}")
+    if {*freeze} == {*PARTS}:
+        raise ValueError(f"freeze={[*freeze]} leaves nothing to train; leave one part out")
     if lora is not None and LANGUAGE_MODEL in freeze:
         raise ValueError(f"freeze has {LANGUAGE_MODEL!r}, and lora trains adapters of it; leave one of them out")
 

@@ -27,7 +27,7 @@ from lightning_mcore.hf.freezing import check_trained, trained_model
 from lightning_mcore.hf.peft_folder import given_lora
 from lightning_mcore.hf.pixels import check_pixels
 from lightning_mcore.hf.registry import family_and_fields
-from lightning_mcore.hf.sentence_folder import check_pooling
+from lightning_mcore.hf.sentence_folder import check_vectors
 from lightning_mcore.hf.source import (
     absolute,
     check_scores,
@@ -76,7 +76,7 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
         check_scores(given["path"], tokens)
         head = SCORING if tokens is None else ""
     if "embedding" in given:
-        check_pooling(given["path"], Embedding.of(given["embedding"]).pooling)
+        check_vectors(given["path"], Embedding.of(given["embedding"]))
         head = HIDDEN
     family = variant_name(given["path"], given.get("family"), head)
     source = planned_settings(given["path"], family, given.get("seq_length"), given.get("transformer"))

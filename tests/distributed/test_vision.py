@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreVisionGPT, Recipe, single_process
-from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
+from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER
 from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.support.hf_models import read_tensors, tiny_config
 from tests.support.layouts import Layout
@@ -308,6 +308,10 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         MCoreVisionGPT.from_pretrained(text)
     with pytest.raises(ValueError, match="freeze has 'tower'; choose from vision_tower, multi_modal_projector"):
         MCoreVisionGPT.from_pretrained(seeing, freeze=["tower"])
+    with pytest.raises(TypeError, match=r"freeze='vision_tower' is not a list; give \['vision_tower'\]"):
+        MCoreVisionGPT.from_pretrained(seeing, freeze="vision_tower")
+    with pytest.raises(ValueError, match=r"freeze=.* leaves nothing to train; leave one part out"):
+        MCoreVisionGPT.from_pretrained(seeing, freeze=PARTS)
     with pytest.raises(ValueError, match="mtp_num_layers=1 is not available for a vision-language model"):
         MCoreVisionGPT.from_pretrained(seeing, transformer={"mtp_num_layers": 1})
     settings = MCoreVisionGPT.from_pretrained(seeing).hparams

@@ -21,7 +21,7 @@ from lightning_mcore import (
 )
 from lightning_mcore.data.embedding.reranking_rows import RerankingEncoder
 from lightning_mcore.data.embedding.texts import Texts, collate_padded_texts
-from lightning_mcore.hf.sentence_folder import check_pooling
+from lightning_mcore.hf.sentence_folder import check_vectors
 from tests.parity.test_embedding import embedding_base, write_queries
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
@@ -58,9 +58,9 @@ def test_sentence_transformers_gives_the_vectors_of_the_run(pooling: Any, tmp_pa
     assert np.abs(model.encode(TEXTS) - vectors).max() > 1e-3  # without the prompt
     model.save(str(tmp_path / "theirs"))  # in the form of the installed release
     other: Any = {"last": "mean", "mean": "last"}[pooling]
-    check_pooling(str(tmp_path / "theirs"), pooling)
+    check_vectors(str(tmp_path / "theirs"), Embedding(pooling, query_prompt="q: "))
     with pytest.raises(ValueError, match=f"set Embedding\\(pooling='{pooling}'\\)"):
-        check_pooling(str(tmp_path / "theirs"), other)
+        check_vectors(str(tmp_path / "theirs"), Embedding(other))
 
 
 PAIRS = [("abc", "hgfedcba"), ("aabb", "h\ng"), ("h", "a" * 40)]  # the last is cut

@@ -554,6 +554,25 @@ def test_a_model_with_another_row_of_its_embedding_has_another_reference(tmp_pat
         assert losses == pytest.approx(list(FIRST.values()), abs=1e-5)
 
 
+def first_losses_of_runs(folders: list[str], cache: str) -> list[float]:
+    """Train a model twice and then another one, all with one data module; return each run's first loss."""
+    data, found = Data(cache, packed=False), []
+    recipe = Recipe(learning_rate=0.01, min_learning_rate=0.01)
+    first, second = (MCorePreference.from_pretrained(folder, seq_length=LENGTH, recipe=recipe) for folder in folders)
+    for module in (first, first, second):
+        watch = Watch()
+        trainer = make_trainer({}, use_distributed_sampler=False, limit_val_batches=0, max_steps=1, callbacks=[watch])
+        trainer.fit(module, data)
+        found.append(watch.seen.logged[0])
+    return found
+
+
+def test_each_run_has_the_weights_that_it_begins_with_as_its_reference(tmp_path: Path) -> None:
+    folders = [str(tiny_folder("qwen2")), other_folder("qwen2")]
+    [losses] = run_ranks(1, first_losses_of_runs, folders, str(tmp_path), timeout=60)
+    assert losses == pytest.approx([math.log(2)] * 3, abs=1e-6)
+
+
 def reward_runs(folder: str, with_value_head: str, out: str) -> list[Tensor]:
     """Train reward models from a language model, whole and with adapters, and export them; return the last scores."""
     found = []

@@ -16,7 +16,7 @@ from lightning_mcore import Embedding, MCoreEmbedding, MCoreFinetuningData, MCor
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.data.embedding.texts import Texts, check_texts, collate_padded_texts
 from lightning_mcore.hf import source
-from lightning_mcore.hf.sentence_folder import check_pooling
+from lightning_mcore.hf.sentence_folder import check_vectors
 from lightning_mcore.layers.embedding import info_nce, of_all_ranks
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal.settings import MadeUpRows
@@ -167,23 +167,60 @@ def test_the_pooling_of_a_model_on_the_hub_is_compared(monkeypatch: pytest.Monke
     file = tmp_path / "1_Pooling" / "config.json"
     file.parent.mkdir()
     file.write_text(json.dumps({"pooling_mode": "mean"}))
-    asked = []
+    asked = set()
 
     def download(name: str, path: str) -> str:
-        asked.append((name, path))
-        return str(file)
+        asked.add((name, path))
+        return str(tmp_path / path)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    check_pooling("org/model", "mean")
-    assert asked == [("org/model", "1_Pooling/config.json")]
+    check_vectors("org/model", Embedding("mean"))
+    assert ("org/model", "1_Pooling/config.json") in asked
     with refuses(ValueError, "the vectors of org/model are pooled by 'mean'"):
-        check_pooling("org/model", "last")
+        check_vectors("org/model", Embedding())
 
     def lacking(name: str, path: str) -> str:
         raise LocalEntryNotFoundError(path)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lacking)
-    check_pooling("org/model", "last")
+    check_vectors("org/model", Embedding())
+
+
+def sentence_folder(folder: Path, kinds: list[str], pooling: dict[str, Any], prompts: dict[str, str]) -> str:
+    """Write what says how a Sentence Transformers folder makes vectors, as release 6 writes it."""
+    modules = [{"type": f"sentence_transformers.base.modules.{kind.lower()}.{kind}"} for kind in kinds]
+    files = {
+        "modules.json": modules,
+        "1_Pooling/config.json": pooling,
+        "config_sentence_transformers.json": {"prompts": prompts},
+    }
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_a_folder_that_makes_vectors_with_another_module_is_refused(tmp_path: Path) -> None:
+    path = sentence_folder(tmp_path, ["Transformer", "Pooling", "Dense"], {"pooling_mode": "mean"}, {})
+    with refuses(ValueError, "a Dense module"):
+        check_vectors(path, Embedding("mean"))
+
+
+def test_a_folder_whose_mean_leaves_prompts_out_is_refused_with_a_prompt(tmp_path: Path) -> None:
+    pooling = {"pooling_mode": "mean", "include_prompt": False}
+    path = sentence_folder(tmp_path, ["Transformer", "Pooling", "Normalize"], pooling, {})
+    check_vectors(path, Embedding("mean"))
+    with refuses(ValueError, "query_prompt='Q: '"):
+        check_vectors(path, Embedding("mean", query_prompt="Q: "))
+
+
+def test_a_warning_names_the_prompts_that_a_folder_would_lose(tmp_path: Path) -> None:
+    prompts = {"query": "Q: ", "document": ""}
+    path = sentence_folder(tmp_path, ["Transformer", "Pooling"], {"pooling_mode": "lasttoken"}, prompts)
+    check_vectors(path, Embedding(query_prompt="Find: "))
+    with pytest.warns(UserWarning, match="to keep them, set query_prompt='Q: '"):
+        check_vectors(path, Embedding())
 
 
 def test_empty_places_neither_have_a_loss_nor_are_compared_with() -> None:
