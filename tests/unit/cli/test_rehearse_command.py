@@ -180,6 +180,6 @@ def test_made_up_pairs_pass_the_checks_of_batches_and_hybrid_rows_are_split(loss
     batch = {name: values[None] for name, values in row.items()}
     check_pairs(batch, loss)
     if shared_by > 1:
-        packed = packed_sequences(batch["cu_seqlens"], batch["cu_seqlens_padded"], 64, shared_by, own_part=0)
+        packed = packed_sequences(batch["cu_seqlens"], batch["cu_seqlens_padded"], 64, shared_by, hybrid_rank=0)
         assert packed.boundaries is not None
-        assert not packed.boundaries.is_whole
+        assert packed.boundaries.shared_by is None  # all ranks share each document
