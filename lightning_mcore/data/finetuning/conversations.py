@@ -89,8 +89,8 @@ class ConversationReader:
     def messages(self, row: Row, name: str) -> list[Message]:
         """Return the messages of a row, each with ``role`` (system, user, assistant or tool) and ``content``.
 
-        Errors call the row ``name``. Raises ValueError for a missing column, an unknown role, tools, or a field that
-        would be lost, TypeError for a value that should be text.
+        Errors call the row ``name``. Raises ValueError for a missing column, an unknown role, tools, images, or a
+        field that would be lost, TypeError for a value that should be text.
         """
         missing = [column for column in self.needed if column not in row]
         if missing:
@@ -102,6 +102,12 @@ class ConversationReader:
                 f"{name} has 'tools', which is not supported; write the tools and their calls into its texts, or remove"
                 " the row"
             )
+        for column in ("images", "videos"):
+            if row.get(column):
+                raise ValueError(
+                    f"{name} has {column!r}, which would be ignored; train MCoreVisionGPT on MCoreVisionData, or remove"
+                    " the column"
+                )
         turns = self._turns(row, name)
         system = _text(row.get("system"), "system", name)
         if not system or not turns or turns[0]["role"] == "system":
