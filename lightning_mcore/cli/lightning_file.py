@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_mcore.cli.command import TRAINING
 from lightning_mcore.cli.fit import CommandCLI, TrainingCLI, parse, refuse_lone_scheduler
+from lightning_mcore.config.inherited_arguments import Arguments, arguments_of
 from lightning_mcore.config.ray import RaySettings
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import precision_faults
@@ -24,7 +25,7 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
-from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_model
+from lightning_mcore.planning.signatures import fields_of, of_model
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
 

@@ -3,17 +3,32 @@
 
 Each signature names all arguments, so that type checkers, editors, ``inspect.signature`` and Lightning's saved
 hyper-parameters see them. What they mean, and what happens to them, is written only in the base class:
-:func:`inherit_help` takes over its help, and :func:`passed_on` hands the values on.
+:func:`inherit_help` takes over its help, and :func:`passed_on` hands the values on. :func:`arguments_of` reads the
+defaults.
 """
 
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
+
+Arguments = Mapping[str, Any]
+"""Defaults by name; ``...`` where there is none."""
 
 _T = TypeVar("_T", bound=type)
 _SECTION = re.compile(r"^Args:\n((?: {4,}.*\n|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(?=\w+: )", re.MULTILINE)
+
+
+@cache
+def arguments_of(function: Callable[..., Any]) -> Arguments:
+    """Return the arguments of a function, without ``self``; of a class those of its constructor."""
+    return {
+        name: ... if given.default is given.empty else given.default
+        for name, given in inspect.signature(function).parameters.items()
+        if given.kind is not given.VAR_KEYWORD
+    }
 
 
 def passed_on(given: Mapping[str, Any], *own: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ has ``labels`` 6 7 8 -100. Rows may be packed (``data/packing/best_fit.py``): ea
 """
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from lightning_mcore.config.architecture import Architecture, set_architecture
 from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.field_homes import fusion_defaults
-from lightning_mcore.config.inherited_arguments import passed_on
+from lightning_mcore.config.inherited_arguments import arguments_of, passed_on
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA, check_train_only
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
@@ -87,12 +86,6 @@ from lightning_mcore.parallel.known_warnings import ignore_warnings_of_methods
 
 Batch = dict[str, Tensor]
 _BASE = "lora_base_digest"  # not "lora_base", an older digest
-
-
-@functools.cache
-def _argument_defaults() -> Mapping[str, Any]:
-    """Return the arguments of ``MCoreGPT`` with their defaults."""
-    return {name: given.default for name, given in inspect.signature(MCoreGPT).parameters.items()}
 
 
 def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -799,7 +792,7 @@ class MCoreGPT(SpeedLogs):
     @property
     def _positions(self) -> dict[str, Any]:
         """The arguments, with defaults for those that a subclass lacks, as ``MCoreVisionGPT`` some about positions."""
-        return {**_argument_defaults(), **self.hparams}
+        return {**arguments_of(MCoreGPT), **self.hparams}
 
     def _fusions(self) -> dict[str, bool]:
         device_type = self._device_type()

@@ -35,6 +35,7 @@ from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.distillation import check_layer_pairs, check_teacher
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of, fusion_defaults
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
+from lightning_mcore.config.inherited_arguments import Arguments, arguments_of
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.loss_chunks import check_chunked_loss, checked_chunk_size
 from lightning_mcore.config.positions import check_positions
@@ -63,7 +64,7 @@ from lightning_mcore.planning.formats import Formats, optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.measured import SEQUENCES
 from lightning_mcore.planning.model import GPTFields, backend_of, layer_counts
-from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_model
+from lightning_mcore.planning.signatures import fields_of, of_model
 from lightning_mcore.planning.sizes import OVERLAPS, Sizes
 from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
 from lightning_mcore.strategy.overlap import TensorParallelOverlap

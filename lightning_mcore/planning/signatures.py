@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and defaults of the arguments that a run is made of, and what Lightning says against those of its Trainer."""
+"""Names and defaults of a run's arguments, and Lightning's objections to those of its Trainer."""
 
 import contextlib
 import dataclasses
-import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_mcore.config.inherited_arguments import Arguments, arguments_of
 from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
@@ -22,19 +22,6 @@ from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.reranker import MCoreReranker
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.models.vision_distillation import MCoreVisionDistillation
-
-Arguments = Mapping[str, Any]
-"""Defaults by name; ``...`` where there is none."""
-
-
-@cache
-def arguments_of(function: Callable[..., Any]) -> Arguments:
-    """Return the arguments of a function, without ``self``; of a class those of its constructor."""
-    return {
-        name: ... if given.default is given.empty else given.default
-        for name, given in inspect.signature(function).parameters.items()
-        if given.kind is not given.VAR_KEYWORD
-    }
 
 
 @cache

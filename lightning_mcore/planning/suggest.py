@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from lightning_mcore.config.inherited_arguments import Arguments, arguments_of
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.config.value_checks import divisors
@@ -29,7 +30,7 @@ from lightning_mcore.planning.plan import stage_plans
 from lightning_mcore.planning.report import GIB, table_text
 from lightning_mcore.planning.rules import CheckedRun, PlannedStrategy, RuleBook, check_gpt_on_layout, check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
-from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of
+from lightning_mcore.planning.signatures import fields_of
 from lightning_mcore.planning.state_memory import rank_memory, state_of_rank
 from lightning_mcore.planning.step import step_time, step_work
 from lightning_mcore.strategy.strategy import MCoreStrategy
