@@ -185,12 +185,13 @@ def end_pass(fit: Any) -> None:
 
 
 def begin_pass(fit: Any, states: Sequence[Any]) -> None:
-    """Open the loaders that keep their own state at the first batch of an epoch, which others are at already.
+    """Open the loaders that keep their own state at the first batch of an epoch; the others are already there.
 
-    A state of torchdata's loader is from the beginning of the pass. One of another loader is from before the last batch
-    of the previous pass, which is read again. A loader whose state is None has begun, as it had read nothing before.
+    torchdata's loader saved its state at the beginning of the pass. Any other loader saved it before the last batch of
+    the previous pass, so that batch is read again. A state of None means that the loader had read nothing before this
+    pass, so it needs no state.
 
-    Raises ValueError as :func:`load_loaders` does, if one of several loaders has begun.
+    Raises ValueError as :func:`load_loaders` does if one of several loaders has already begun.
     """
     combined, fetcher = fit._combined_loader, fit._data_fetcher
     stateful = [index for index, loader in enumerate(combined.flattened) if isinstance(loader, _Stateful)]

@@ -99,7 +99,7 @@ def _prompts(embedding: Embedding) -> str:
 
 
 def _content(path: str, name: str, otherwise: Any) -> Any:
-    """Return the content of a file of a folder or of a model on the hub; ``otherwise`` if there is no such file."""
+    """Return the content of a file in a folder or a hub model; ``otherwise`` if there is no such file."""
     folder = path
     if is_hub_name(path):
         from huggingface_hub import hf_hub_download

@@ -40,8 +40,8 @@ def continue_prompt(
 ) -> list[int]:
     """Return a prompt followed by the tokens that an ``MCoreGPT`` generates during a run, the same on every rank.
 
-    The settings are those of ``MCoreGPT.generate``. ``prepare`` returns the batch of ``next_logits`` for a window of
-    :func:`last_window`.
+    The settings are those of ``MCoreGPT.generate``. ``prepare`` turns a window from :func:`last_window` into a batch
+    for ``next_logits``.
     """
     ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
     check_sampling(prompt, module.vocab_size, max_new_tokens, temperature, top_k, top_p, ends)

@@ -213,7 +213,7 @@ def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.Process
 def _open_context_segments(layout: ParallelLayout, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
     """Return this rank's groups of some neighbouring context-parallel ranks, by size, with ``hybrid_context_parallel``.
 
-    Of eight ranks, rank 5 is in 4 5 6 7 and in 4 5.
+    With eight ranks, rank 5 belongs to the groups 4 5 6 7 and 4 5.
     """
     widths = segment_widths(layout.context_parallel_size)[1:-1] if layout.hybrid_context_parallel else []
     world_size, mine, lines = dist.get_world_size(), {}, defaultdict[tuple[int, ...], list[int]](list)

@@ -39,7 +39,7 @@ def describe(error: BaseException) -> str:
 def end_of_rank(error: BaseException) -> str:
     """Return what an error did to its rank, in words that follow the rank's name."""
     if isinstance(error, SIGTERMException):
-        # 143 is 128 + 15; if there is no code, PreemptionCheckpoint has named the signal.
+        # 143 is 128 + SIGTERM. Without a code, PreemptionCheckpoint has already named the signal.
         return f"was ended by {signal.Signals(error.code - 128).name if isinstance(error.code, int) else 'a signal'}"
     return "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {describe(error)}"
 

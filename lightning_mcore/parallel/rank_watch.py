@@ -407,7 +407,7 @@ def _end_soon_at_exit() -> None:
 
 
 def _fail_with_ranks(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Exit with code 1 if a rank that this process has started fails after the run, when it is no longer watched."""
+    """Exit with code 1 if a rank that this process started fails after the run, when nothing else watches it."""
     if _process_state.failure is not None or getattr(sys, "last_value", None) is not None:
         return
     end = time.monotonic() + _LAST_GRACE

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of a planned ``MCoreGPT``, and what follows from them: what is trained, the teacher, other losses.
 
-Arguments of ``from_pretrained`` get those of the Hugging Face config. What adapters and frozen weights leave to train
-is known by the rules of ``hf/adapters.py`` and ``hf/freezing.py``.
+The Hugging Face config supplies the other arguments of ``from_pretrained``. The rules of ``hf/adapters.py`` and
+``hf/freezing.py`` say what remains to train with adapters or frozen weights.
 """
 
 from collections.abc import Iterator, Mapping

@@ -152,7 +152,7 @@ class GPTFields:
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> "GPTFields":
-        """Read the arguments of ``MCoreGPT``, none of which may be missing; those of ``from_pretrained`` are resolved.
+        """Read all arguments of ``MCoreGPT``; those of ``from_pretrained`` must be resolved before.
 
         Raises ValueError for settings of the architecture, a preference or a reranker that are wrong.
         """

@@ -10,7 +10,7 @@ parameters of a rank and of the whole model. All ranks of a stage hold the same 
 every rank, a tied embedding is on the first and the last stage, and multi-token prediction has an embedding on its
 stage.
 
-With adapters (``arguments.py``), those of a weight follow it, and what is not trained is marked.
+With adapters (``arguments.py``), each weight is followed by its adapters, and frozen tensors are marked.
 """
 
 from collections.abc import Iterable, Iterator

@@ -77,8 +77,9 @@ class ExactResume:
         self._num_loaders = 0
         self._window: tuple[int, RandomState] | None = None  # its first batch, and the random state before that
         self._random_of_training: RandomState | None = None  # while validation draws, and after the run
-        # Of stateful loaders, from before a batch was read: the first of this window and the next, by its number; the
-        # last of the epoch; and the last of the epoch before (each None if nothing was read before this epoch).
+        # States of stateful loaders, taken before they read a batch: the first batch of this window and of the next, by
+        # number; the epoch's last batch; and the previous epoch's last batch. The states are None if a loader had read
+        # nothing before this epoch.
         self._states_of_windows: dict[int, list[Any]] = {}
         self._states_before_last: list[Any] | None = None
         self._states_of_previous_epoch: list[Any] | None = None

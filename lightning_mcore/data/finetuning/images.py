@@ -160,7 +160,7 @@ class ImageReading(Reading):
 
 
 def _with_markers(row: Row, columns: tuple[str | None, str | None], name: str) -> tuple[Row, Files]:
-    """Return a row whose contents are text with markers, and its images and videos, which it no longer has."""
+    """Return a row as text with markers, without its images and videos, and these images and videos."""
     images, videos = (_listed(row.get(column) if column is not None else None) for column in columns)
     row = {column: value for column, value in row.items() if column not in columns}
     messages = row.get("messages")

@@ -241,7 +241,7 @@ class PackedParts:
 
     parts: PackedRows  # of all rows, one row after the other
     offsets: NDArray[np.int64]  # [rows + 1]; row i has the parts offsets[i] to offsets[i + 1]
-    widths: NDArray[np.int64]  # [parts]; those of a row add up to `ranks`
+    widths: NDArray[np.int64]  # [parts], how many ranks share each; a row's add up to `ranks`
     ranks: int
 
     def __len__(self) -> int:

@@ -110,7 +110,7 @@ def pack(
 def build_parts(
     build: Callable[[Any, int, int], dict[str, Any]], parts: Sequence[RowPart], row_length: int, multiple: int
 ) -> dict[str, Any]:
-    """Return a packed row of parts, whose widths add up to the ranks that share it.
+    """Build a packed row from its parts, whose widths add up to the number of ranks.
 
     ``build`` makes a part of its samples, its length in tokens, and the multiple of its sub-sequences' lengths.
     """
