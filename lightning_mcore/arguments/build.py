@@ -101,11 +101,7 @@ _LOGGING_PACKAGES = ("lightning_mcore", "lightning.pytorch", "transformers")
 
 
 def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
-    """Build the strategy from ``RunSettings.strategy``, with configs as dicts and ``timeout`` in seconds.
-
-    Raises ModuleNotFoundError if an option needs TransformerEngine, and ValueError for settings that contradict each
-    other.
-    """
+    """Build the strategy from ``RunSettings.strategy``, with configs as dicts and ``timeout`` in seconds."""
     values = dict(settings)
     _check_optimizer(values)
     for name, config in _CONFIGS.items():

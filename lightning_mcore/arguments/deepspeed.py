@@ -66,11 +66,7 @@ def deepspeed_note(given: str | dict[str, Any]) -> str:
 
 
 def zero_stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage; raise for other settings that contradict the run's arguments, ``values``.
-
-    Raises FileNotFoundError if the file does not exist, and ValueError if the config contradicts the run or asks for
-    something that is not supported.
-    """
+    """Return the ZeRO stage; ValueError for settings that contradict the run's arguments, ``values``."""
     config, name = _read(given), name_of(given)
     zero = _part(config, "zero_optimization")
     next_steps = {

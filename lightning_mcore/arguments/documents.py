@@ -77,10 +77,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(text: str, name: str) -> Any:
-    """Parse JSON text; ValueError if it is not JSON, is nested too deeply, or has a number that is too long.
-
-    ``name`` stands for the text in errors.
-    """
+    """Parse JSON text, which errors call ``name``; ValueError if it is not JSON, or nested or written too long."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -90,10 +87,7 @@ def read_json(text: str, name: str) -> Any:
 
 
 def read_yaml(text: str, name: str) -> Any:
-    """Parse YAML text; ValueError if it is not YAML, or if a mapping has a key twice.
-
-    ``name`` stands for the text in errors.
-    """
+    """Parse YAML text, which errors call ``name``; ValueError if it is not YAML, or a mapping has a key twice."""
     import yaml
 
     try:

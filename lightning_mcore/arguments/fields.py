@@ -22,10 +22,7 @@ def option(help: str, default: Any = None) -> Any:
 
 
 def flag(help: str, default: bool | None = None) -> Any:
-    """Declare a yes-or-no field; on the command line the name alone means yes, whatever the default.
-
-    None as the default keeps the checkpoint's value, or Megatron's default.
-    """
+    """Declare a yes-or-no field; its name alone means yes, and None keeps the checkpoint's or Megatron's value."""
     metadata: dict[str, Any] = {"help": help}
     # HfArgumentParser adds these two only to fields of type bool, not to ``bool | None``.
     if default is None:
@@ -34,11 +31,7 @@ def flag(help: str, default: bool | None = None) -> Any:
 
 
 def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
-    """Check every value of a dataclass against the type of its field.
-
-    Raises TypeError for a wrong type, and ValueError for a value that is not one of the choices. ``may_be_none`` names
-    fields that may be None although their type does not allow it.
-    """
+    """Check every value of a dataclass against the type of its field; fields in ``may_be_none`` may be None."""
     hints = get_type_hints(type(arguments))
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name)

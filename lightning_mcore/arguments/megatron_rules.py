@@ -45,10 +45,7 @@ def interleaving_of(arguments: Any) -> int | None:
 
 
 def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
-    """Raise ValueError for contradictions in ``DistributingParallelArguments``.
-
-    ``extra`` has the fields of ``additional_configs`` that are not arguments.
-    """
+    """Raise ValueError for contradictions; ``extra`` are the rest of ``additional_configs``."""
     layout = ParallelLayout(**given_layout(arguments))
     raise_first(schedule_faults({"overlap_p2p_comm": arguments.overlap_p2p_comm}, {}, layout))
     if layout.pipeline_stages:
@@ -78,11 +75,7 @@ def refuse_not_yet(arguments: Any, *names: str) -> None:
 
 
 def fp8_settings(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the FP8 arguments of ``MCorePrecision`` that differ from its defaults.
-
-    ``extra`` may have options of recipes, from ``additional_configs``. Raises ValueError if arguments contradict each
-    other.
-    """
+    """Return the FP8 arguments of ``MCorePrecision`` that are set, with options of recipes from ``extra``."""
     own = {"fp8": arguments.fp8, "fp8_recipe": arguments.fp8_recipe, "fp8_param": arguments.fp8_param}
     given = {name: value for name, value in own.items() if value not in (None, False)}
     given |= {name: value for name, value in extra.items() if name in FP8Settings.__dataclass_fields__}

@@ -204,10 +204,7 @@ _ELSEWHERE = {
 
 
 def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return ``additional_configs`` as a dict; it may be a dict, JSON text, or the path of a JSON file.
-
-    Raises FileNotFoundError, and ValueError if it is not a JSON object.
-    """
+    """Return ``additional_configs`` as a dict, from a dict, JSON text, or the path of a JSON file."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -221,10 +218,7 @@ def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, 
 
 
 def fill_from_additional(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Set arguments that are None from ``additional_configs``, and return the fields that are not arguments.
-
-    Raises ValueError if a name is unknown or must not be set, or if its argument has another value.
-    """
+    """Set arguments that are None from ``additional_configs``, and return the fields that are not arguments."""
     if not extra:
         return {}
     from megatron.core.transformer.transformer_config import MLATransformerConfig  # takes seconds

@@ -51,11 +51,7 @@ class ChosenSteps(pl.Callback):
         raise NotImplementedError
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Reject ranks that the run does not have.
-
-        Raises:
-            ValueError: There is no such rank.
-        """
+        """Reject ranks that the run does not have."""
         last = trainer.world_size - 1
         if missing := [rank for rank in self.ranks if rank > last]:
             raise ValueError(

@@ -50,11 +50,7 @@ def unfinished(path: str) -> str:
 
 
 def begin(path: str) -> str:
-    """Make and return an empty directory to write into, and delete leftovers of crashed writers there.
-
-    What is at ``path`` stays. Raises ``ValueError`` for a reserved name or another program's files in the way,
-    ``RuntimeError`` if this or another process is writing the directory, ``OSError`` if the disk fails.
-    """
+    """Return an empty directory to write into, without leftovers of crashed writers; what is at ``path`` stays."""
     target = unfinished(path)
     folder, name = os.path.split(target)
     if name == UNFINISHED or name.endswith(_SUFFIXES):
@@ -118,10 +114,7 @@ def link(path: str, target: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Delete a directory so that a crash leaves all of it or nothing at ``path``; if it is a link, only the link.
-
-    Raises ``OSError`` if the directory cannot be moved, ``ValueError`` if another program's files are in the way.
-    """
+    """Delete a directory so that a crash leaves all of it or nothing at ``path``; if it is a link, only the link."""
     path, target = os.path.abspath(path), unfinished(path)
     recover(path)
     moves = _is_directory(path)
@@ -324,10 +317,7 @@ def _is_ours(target: str) -> bool:
 
 
 def _take(target: str) -> str | None:
-    """Create and lock the mark of ``target`` (no lock on disks without locks); return who already holds it, or None.
-
-    Raises ``ValueError`` if there are files with these names but without a mark.
-    """
+    """Create and lock the mark of ``target`` (no lock on disks without locks); return who already holds it, or None."""
     # POSIX record locks end with the process and are not inherited by forked data loaders. Closing any descriptor of
     # the file drops the lock, so a mark that is held must never be opened again.
     mark = target + _MARK

@@ -87,19 +87,7 @@ _OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # "optimizer.state.exp_avg.w"; in
 
 
 def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> str:
-    """Check that a checkpoint has not changed since it was saved; reads all of it.
-
-    Args:
-        path: A checkpoint, local or remote.
-        on_progress: Called with the bytes read so far and the bytes in all.
-
-    Returns:
-        One sentence that says what was checked.
-
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is damaged, unfinished or not a checkpoint; the message names the file.
-    """
+    """Read a whole checkpoint, compare it with its checksums, and return one sentence about what was checked."""
     fs, root = open_store(path)
     if fs.isfile(root):
         return _verify_single_file(fs, root, path)
@@ -113,16 +101,7 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
 
 
 def inspect(path: str, with_tensors: bool = False) -> str:
-    """Return a description of a checkpoint, as text: step, layout, model, parameters, sizes.
-
-    Args:
-        path: A checkpoint, local or remote.
-        with_tensors: Add names, types and shapes of all tensors.
-
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is unfinished or not a checkpoint.
-    """
+    """Return a description of a checkpoint; ``with_tensors`` adds names, types and shapes of all tensors."""
     return render(path, summary(path), with_tensors)
 
 

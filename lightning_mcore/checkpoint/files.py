@@ -84,11 +84,7 @@ def resolve_folder(path: str | os.PathLike[str]) -> str:
 
 
 def begin(path: str) -> str:
-    """Return a new, empty directory to write the checkpoint ``path`` into (local; rank 0 only).
-
-    A checkpoint that is there stays until :func:`finish`. Raises ``ValueError`` if a directory there is not a
-    checkpoint, and otherwise as :func:`atomic.begin`, which also deletes leftovers of crashed saves.
-    """
+    """Return a new, empty local directory for the checkpoint ``path``; one that is there stays (rank 0 only)."""
     path = absolute(path)
     if not os.path.islink(path):
         require_replaceable(path)
@@ -123,10 +119,7 @@ def abandon(path: str) -> None:
 
 
 def link(path: str, target: str) -> None:
-    """Make ``path`` a link to the checkpoint ``target``, replacing a link or checkpoint there; never one to itself.
-
-    Raises ``ValueError`` if a directory there is not a checkpoint, and otherwise as :func:`atomic.link`.
-    """
+    """Make ``path`` a link to the checkpoint ``target``, replacing a link or checkpoint there; never one to itself."""
     path, target = absolute(path), absolute(target)
     if resolve_folder(path) == resolve_folder(target):
         return
@@ -137,10 +130,7 @@ def link(path: str, target: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Delete a checkpoint so that a crash never leaves half of it. If it is a link, only the link is deleted.
-
-    A remote checkpoint need not exist.
-    """
+    """Delete a checkpoint, or a link to one, so that no crash leaves half; a remote one need not exist."""
     if not writes_directly(path):
         remove_from_store(path)
         return
@@ -250,11 +240,7 @@ def newest_in(folder: str) -> str | None:
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises ``FileNotFoundError`` if there is nothing at ``path``, and ``ValueError`` if it is not a checkpoint, is
-    unfinished or of a newer format version, or has a damaged manifest.
-    """
+    """Return a checkpoint's manifest; FileNotFoundError if nothing is there, else ValueError if it has none."""
     fs, root = open_store(path)
     if posixpath.basename(posixpath.dirname(root)) == atomic.UNFINISHED and fs.exists(root):
         raise interrupted(path)
@@ -270,10 +256,7 @@ def read_manifest(path: str) -> dict[str, Any]:
 
 
 def check_sizes(path: str) -> dict[str, Any]:
-    """Check the size of every file in the manifest without reading the files, and return the manifest.
-
-    Raises as :func:`read_manifest`, and ``ValueError`` for a missing file or a wrong size.
-    """
+    """Check the size of every file in the manifest without reading the files, and return the manifest."""
     manifest = read_manifest(path)
     fs, root = open_store(path)
     for name, record in manifest["files"].items():

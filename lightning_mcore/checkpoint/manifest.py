@@ -303,10 +303,7 @@ def _json_value(value: Any) -> Any:
 
 
 def read_metadata(path: str, content: bytes) -> "Metadata":
-    """Return the content of ``.metadata``, accepting only the classes that belong there.
-
-    Raises ``ValueError`` if it is damaged, holds something else, or places tensors outside the checkpoint.
-    """
+    """Return the content of ``.metadata``; ValueError for classes and places that do not belong there."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
@@ -328,10 +325,7 @@ def read_metadata(path: str, content: bytes) -> "Metadata":
 
 
 def read_common(content: bytes) -> dict[str, Any]:
-    """Return the plain values in ``common.pt`` (Megatron-LM's arguments); an empty dict if it cannot be read.
-
-    A tensor of one element becomes a number.
-    """
+    """Return the plain values in ``common.pt``, with numbers for tensors of one element; else an empty dict."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             found = _InertUnpickler(archive).load()

@@ -52,10 +52,7 @@ class MegatronProgress:
 
     @classmethod
     def of(cls, path: str, common: Mapping[str, Any], train_state: Mapping[str, Any]) -> "MegatronProgress":
-        """Return the progress in the contents of ``common.pt`` and ``train_state.pt``.
-
-        Raises ``ValueError`` if they lack the iteration.
-        """
+        """Return the progress in ``common.pt`` and ``train_state.pt``; ValueError if they lack the iteration."""
         iteration = common.get("iteration", common.get("global_step"))
         if not isinstance(iteration, int):
             raise ValueError(
@@ -145,10 +142,7 @@ def _values(state: Any, name: str) -> Iterator[Any]:
 
 
 def optimizer_class(path: str, names: Iterable[str]) -> str:
-    """Return the class name of the optimizer that a checkpoint was saved with, from the names of its tensors.
-
-    Raises ``ValueError`` if there is none.
-    """
+    """Return the class name of the saved optimizer, from the names of its tensors; ValueError without any."""
     # optimizer.state.exp_avg_sq.decoder.final_layernorm.weight, or by buckets
     # optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg_sq
     kinds = set()
@@ -176,10 +170,7 @@ def load_buckets(
     shares: Iterable[Share],
     step: int,
 ) -> None:
-    """Read state that is stored by buckets into an optimizer with the same buckets; collective over the world.
-
-    Raises ``ValueError`` if its buckets are others.
-    """
+    """Read state that is stored by buckets into an optimizer with equal buckets; collective over the world."""
     parts = optimizer_parts(optimizer.megatron)
     advice = (
         "resume with use_distributed_optimizer=True and the tensor, pipeline and expert parallel sizes and the overlap"

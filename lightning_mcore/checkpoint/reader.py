@@ -109,10 +109,7 @@ class ShardReader(FileSystemReader):
             return self._tensor(file.fileno(), info, index)
 
     def read_object(self, name: str) -> Any:
-        """Return a stored object, reading only its own bytes, even on a remote store.
-
-        Raises ``ValueError`` if the checkpoint lacks it, or if it is damaged or could run code.
-        """
+        """Return a stored object, reading only its bytes; ValueError if it is damaged or could run code."""
         info = self._place(MetadataIndex(name))
         fs, root = open_store(self.checkpoint)
         file = f"{root}/{info.relative_path}"

@@ -62,10 +62,7 @@ def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Ma
 
 
 def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> str:
-    """Copy a checkpoint, or the files in ``names``, into a local directory, and return that directory.
-
-    Raises ``FileNotFoundError`` if there is nothing at ``path``, ``ValueError`` for a missing or incomplete file.
-    """
+    """Copy a checkpoint, or the files in ``names``, into a local directory, and return that directory."""
     fs, root = open_store(path)
     if not fs.exists(root):
         raise FileNotFoundError(f"{path} does not exist; give the path of a checkpoint")

@@ -21,10 +21,7 @@ from lightning_mcore.checkpoint.reader import check_archive
 
 
 def save_file(content: Any, path: str) -> None:
-    """Write a single-file checkpoint that appears only when it is complete; on one rank, to an absolute local path.
-
-    Errors as in :func:`files.begin`, which leave ``path`` unchanged.
-    """
+    """Write a single-file checkpoint that appears only when complete; on one rank, to an absolute local path."""
     if not os.path.islink(path):
         require_replaceable(path)
     with saving(path):

@@ -29,10 +29,7 @@ EXPECTED = (OSError, ValueError, TypeError, RuntimeError, ImportError)
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a command, print an expected error as one line, ``error: <sentence>``, and return the exit code.
-
-    The command returns its own exit code, or None for success. It leaves nothing behind when it fails.
-    """
+    """Run a command, print an expected error as one line, and return the exit code; None is success."""
     try:
         code = command()
     except KeyboardInterrupt:
@@ -107,10 +104,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(f"lightning-mcore {name}".strip(), description=description, allow_abbrev=False)
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Return the values of the arguments, by name.
-
-        SystemExit ends the process with exit code 2 for a wrong argument, and 0 for ``--help``.
-        """
+        """Return the values by name; ends the process with code 2 for a wrong argument, and 0 for ``--help``."""
         _refuse_unknown_options(self, arguments)
         return vars(self.parse_args(arguments))
 

@@ -137,12 +137,7 @@ class TrainingCLI(LightningCLI):
             raise ValueError(fault)
 
     def instantiate_classes(self) -> None:
-        """Create model, data and trainer.
-
-        Raises:
-            ValueError: A constructor rejects its arguments; the sentence is the constructor's, without jsonargparse's
-                lists.
-        """
+        """Create model, data and trainer; ValueErrors of constructors lose jsonargparse's lists."""
         try:
             super().instantiate_classes()
         except MisconfigurationException as error:
@@ -243,11 +238,7 @@ class CommandCLI(TrainingCLI):
 
 
 def train(arguments: Sequence[str], beginning: Beginning) -> None:
-    """Run a command of LightningCLI: ``fit``, ``validate``, ``test`` or ``predict``, and the words after it.
-
-    ``beginning`` records when the run has begun. Raises ValueError if the arguments, or the file that they name, are
-    wrong.
-    """
+    """Run a command of LightningCLI and the words after it; ``beginning`` records when the run has begun."""
     # jsonargparse then raises instead of printing its usage and exiting.
     quiet = {"exit_on_error": False}
     CommandCLI(

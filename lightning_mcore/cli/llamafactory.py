@@ -245,10 +245,7 @@ def _trainer(asked: "FactoryRun", options: dict[str, Any], callbacks: list[Any])
 
 
 def _of_environment(name: str) -> int | None:
-    """Return a number that LLaMA-Factory's launcher reads from the environment.
-
-    Raises ValueError if it is not a number, or if the environment asks for the launcher's elastic ranks.
-    """
+    """Return a number that LLaMA-Factory's launcher reads from the environment; its elastic ranks raise."""
     if os.environ.get("RDZV_ID"):
         raise ValueError(
             f"RDZV_ID={os.environ['RDZV_ID']} asks for elastic ranks of torchrun, which are not started here; start"

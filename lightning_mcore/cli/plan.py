@@ -132,11 +132,7 @@ def _files_and_changes(words: Sequence[str]) -> tuple[list[str], list[tuple[str,
 def read_run(
     options: Mapping[str, Any], words: Sequence[str], parser: CommandParser
 ) -> tuple[RunSettings, Kind, int, int]:
-    """Return the run of a command line, its kind, and its number of devices in all and in a node.
-
-    ``options`` are the values of :func:`add_run_options`, and ``parser`` knows all options of the command. Raises
-    ValueError and FileNotFoundError as :func:`settings_of_files` does.
-    """
+    """Return a command line's run, its kind, and its number of devices in all and in a node."""
     words = _with_bare_files(words)
     named, changes = _files_and_changes(words)
     files, folder = model_of_files(named)
@@ -292,12 +288,7 @@ def settings_of_files(
     seq_length: int | None = None,
     parser: CommandParser | None = None,
 ) -> RunSettings:
-    """Return the run that files describe.
-
-    Several LightningCLI files are merged, and a later one overrides an earlier one. ``model`` and ``seq_length``
-    replace the file's. Raises FileNotFoundError for a missing file, TypeError for a part of the wrong kind, and
-    ValueError for a file that does not describe a run or has an unknown key.
-    """
+    """Return the run of files, of which later ones override; ``model`` and ``seq_length`` replace theirs."""
     documents = [read_document(path) for path in paths]
     kinds = {kind_of(document, path) for document, path in zip(documents, paths, strict=True)}
     if len(kinds) > 1:
@@ -323,10 +314,7 @@ def settings_of_flags(
     seq_length: int | None = None,
     parser: CommandParser | None = None,
 ) -> RunSettings:
-    """Return the run that ``lightning-mcore llamafactory`` trains with these flags; errors as for a file.
-
-    ``model`` and ``seq_length`` replace the flags' own.
-    """
+    """Return the run of LLaMA-Factory flags; ``model`` and ``seq_length`` replace the flags' own."""
     from lightning_mcore.arguments.llamafactory.flags import read_words
 
     file, changes = read_words(words, (parser or _parser()).options)
@@ -352,11 +340,7 @@ def _with_length(settings: RunSettings, seq_length: int | None) -> RunSettings:
 
 
 def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the files of a run, and the folder of the model whose ``config.json`` is among the paths, or None.
-
-    Raises FileNotFoundError for a missing file, and ValueError if one is not YAML, if two are configs of models, or if
-    a config has another name than ``config.json``.
-    """
+    """Return the files of a run, and the folder of the model whose ``config.json`` is among the paths, or None."""
     configs = [path for path in paths if path.endswith(".json") and "model_type" in read_document(path)]
     if not configs:
         return list(paths), None
@@ -366,10 +350,7 @@ def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def read_document(path: str) -> dict[str, Any]:
-    """Return the keys and values of a YAML or JSON file.
-
-    Raises FileNotFoundError for a missing file, and ValueError if it is neither YAML nor JSON, or holds no keys.
-    """
+    """Return the keys and values of a YAML or JSON file; ValueError if it holds none."""
     require_settings(path)
     document = read_yaml(read_text(path), path)
     if not isinstance(document, dict) or not document:

@@ -65,10 +65,7 @@ def _parser() -> CommandParser:
 
 
 def assumed_values(given: Sequence[str]) -> dict[str, float]:
-    """Return what lines read, by ``file:line``, from words such as ``net.py:12=0.5`` or ``net.py:12=False``.
-
-    Raises ValueError for another form.
-    """
+    """Return what lines read, by ``file:line``, from words such as ``net.py:12=0.5`` or ``net.py:12=False``."""
     values = {}
     for word in given:
         place, _, value = word.rpartition("=")

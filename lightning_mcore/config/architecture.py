@@ -132,10 +132,7 @@ class Architecture:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> "Architecture":
-        """Return settings from those that differ from the defaults; None for the defaults.
-
-        Raises TypeError unless ``given`` is a mapping, ValueError for an unknown name or a value that is not allowed.
-        """
+        """Return settings from those that differ from the defaults; None for the defaults."""
         if given is None:
             return cls()
         if not isinstance(given, Mapping):
@@ -215,12 +212,7 @@ class Architecture:
         return grows or chunk or self.head_norms == "after_rotation"
 
     def check_length(self, given: str, length: int) -> None:
-        """Raise ValueError for sequences in which an indexer would not select all tokens; ``given`` says what is long.
-
-        Args:
-            given: What the length is of, for the error message.
-            length: Tokens of a sequence.
-        """
+        """Reject sequences, ``given`` says which, in which an indexer would not select all tokens."""
         if self.indexer is not None and length > self.indexer["index_topk"]:
             raise ValueError(
                 f"{given} exceeds index_topk={self.indexer['index_topk']}, up to which the model's indexers select all"
@@ -292,10 +284,7 @@ _OTHER_LETTERS = {
 
 @functools.cache
 def pattern_layers(pattern: str) -> tuple[str, ...]:
-    """Return the letters of each layer of a pattern: ``"[M-]M*"`` has the layers ``M-``, ``M`` and ``*``.
-
-    Raises ValueError if it is not a pattern.
-    """
+    """Return the letters of each layer of a pattern: ``"[M-]M*"`` has the layers ``M-``, ``M`` and ``*``."""
     said = f"layer_pattern={pattern!r}"
     for letter in pattern:
         if letter in _OTHER_LETTERS:
@@ -424,10 +413,7 @@ def _needing_torch_backend(given: Mapping[str, Any]) -> list[str]:
 
 
 def check_architecture(config: Any, transformer_impl: str) -> None:
-    """Raise ValueError for settings that do not work with the model's other fields, or with its layers.
-
-    ``config`` is Megatron's config, with the settings attached.
-    """
+    """Raise ValueError for settings that the other fields of ``config``, or its layers, do not allow."""
     given = architecture_of(config)
     if transformer_impl == "transformer_engine":
         given.check_transformer_engine()

@@ -90,11 +90,7 @@ class Embedding:
 
 
 def faults_with_model(embedding: Embedding, config: Any) -> Iterator[str]:
-    """Yield a sentence for each setting that a model does not allow.
-
-    ``config`` is the model's config, or any object with ``hidden_size``, ``calculate_per_token_loss`` and some of its
-    fields.
-    """
+    """Yield a sentence for each setting that a model with such a config does not allow."""
     largest = max(embedding.matryoshka_sizes or [0])
     if largest > config.hidden_size:
         yield (

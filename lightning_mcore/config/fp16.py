@@ -12,10 +12,7 @@ from lightning_mcore.config.value_checks import require_number, require_size
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Settings of the loss scale, named as in Megatron's ``OptimizerConfig``; ``MCorePrecision`` documents them.
-
-    Raises TypeError for a wrong type, and ValueError for a value out of range or a dynamic setting of a constant scale.
-    """
+    """Settings of the loss scale, named as in Megatron's ``OptimizerConfig``; ``MCorePrecision`` documents them."""
 
     loss_scale: float | None = None  # constant; None for a dynamic scale
     # Megatron's default, 2**32, skips about the first thirty steps until the scale is low enough. 2**16, as in

@@ -56,14 +56,7 @@ _COUNTS = ("fp8_amax_history_len", "fp8_margin", "num_layers_at_start_in_bf16", 
 
 @dataclass(frozen=True)
 class FP8Settings:
-    """The FP8 arguments of ``MCorePrecision``, with Megatron's names and defaults.
-
-    ``MCorePrecision`` documents them, because the command line reads their help there.
-
-    Raises:
-        TypeError: A value has the wrong type.
-        ValueError: A value is unknown, or another setting contradicts or ignores it.
-    """
+    """The FP8 arguments of ``MCorePrecision``, which documents them, with Megatron's names and defaults."""
 
     fp8: FP8Format | None = None
     fp8_recipe: FP8Recipe | None = None

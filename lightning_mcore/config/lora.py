@@ -405,11 +405,7 @@ class LoRA:
 
 
 def check_train_only(given: object, has_adapters: bool) -> None:
-    """Raise for a ``train_only`` that does not choose weights.
-
-    TypeError unless it is a list of non-empty strings, parts of weight names; ValueError if it is empty or the model
-    gets adapters.
-    """
+    """Raise TypeError or ValueError for a ``train_only`` that chooses no weights or is given with adapters."""
     if not isinstance(given, list | tuple) or not all(isinstance(part, str) and part for part in given):
         raise TypeError(
             f"train_only={given!r} is not a list of parts of names; give one, such as ['layers.31.', 'norm']"

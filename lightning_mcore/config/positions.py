@@ -32,12 +32,7 @@ _ROTARY_DEFAULTS = {"rotary_percent": 1.0, "rope_scaling": False, "seq_len_inter
 
 
 def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
-    """Raise for position settings that contradict each other.
-
-    ``settings`` are the arguments of ``MCoreGPT``, ``transformer`` its fields of ``TransformerConfig``. Raises
-    TypeError for a wrong type, and ValueError for a value that is unknown or out of range, or that Megatron would
-    ignore.
-    """
+    """Raise for position settings that are wrong, contradict each other, or would be ignored."""
     kind = settings["position_embedding_type"]
     require_choice("position_embedding_type", kind, PositionEmbedding)
     _check_values(settings)

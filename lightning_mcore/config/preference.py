@@ -178,10 +178,7 @@ def can_be_off(lora: LoRA | None) -> bool:
 
 
 def faults_with_model(preference: Preference, lora: LoRA | None, config: Any) -> Iterator[str]:
-    """Yield a sentence for each setting that a model does not allow.
-
-    ``config`` is the model's config, or any object with ``calculate_per_token_loss`` and some of its fields.
-    """
+    """Yield a sentence for each setting that a model with such a config does not allow."""
     weighted = weighted_by_tokens(config)
     if config.calculate_per_token_loss and weighted:
         yield (

@@ -97,10 +97,7 @@ class RaySettings:
 
 
 def read_init_kwargs(name: str, given: Any) -> dict[str, Any]:
-    """Return the arguments of ``ray.init``, from a mapping or JSON text; None means no arguments.
-
-    ``name`` is the option in errors: TypeError for another type, ValueError for text that is not a JSON object.
-    """
+    """Return the arguments of ``ray.init``, from a mapping or JSON text; None means no arguments."""
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
     if not isinstance(given, str):

@@ -82,10 +82,7 @@ def require_choice(name: str, value: object, kind: Any, or_none: bool = False) -
 
 
 def from_fields(kind: type[T], name: str, given: T | Mapping[str, Any]) -> T:
-    """Return settings unchanged, or make them from a mapping of their fields, as in files and hyper-parameters.
-
-    ``name`` is the argument that holds them, for errors: TypeError for another type, ValueError for an unknown field.
-    """
+    """Return settings unchanged, or make them from a mapping of fields; ``name`` is the argument in errors."""
     if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):

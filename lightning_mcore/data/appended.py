@@ -16,10 +16,7 @@ SILENT_SECONDS = 2.0  # shorter passes show no progress
 
 @contextlib.contextmanager
 def appending(path: str, size: int, is_writer: bool) -> Iterator[Any]:
-    """Yield a function that appends an array to a file with ``size`` valid bytes; it writes on one rank only.
-
-    Whatever a crash left behind them is cut off.
-    """
+    """Yield a function that appends to a file, cut to ``size`` valid bytes; it writes on one rank only."""
     if not is_writer:
         yield lambda _: None
         return

@@ -153,10 +153,7 @@ def named_fingerprints(paths: Sequence[str]) -> list[str]:
 
 
 def first_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first entry that differs between two descriptions of data, with both values; None if there is none.
-
-    An entry that only one of them has differs too; the other's value is then ``"absent"``.
-    """
+    """Return the first entry that differs, with both values (``"absent"`` without one); None if all are equal."""
     for name in {**now, **then}:
         before, after = then.get(name, "absent"), now.get(name, "absent")
         if before != after:
@@ -165,11 +162,7 @@ def first_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, 
 
 
 class CheckedBlocks:
-    """A memory-mapped file whose blocks are each checked before they are first read.
-
-    Raises FileNotFoundError if the file or its checksum file is missing, ValueError if the checksum file is damaged or
-    the size differs.
-    """
+    """A memory-mapped file whose blocks are each checked before they are first read."""
 
     def __init__(self, path: str, checksums: str, name: str) -> None:
         said = _mapped(checksums)

@@ -150,10 +150,7 @@ def begin_epoch(fit: Any, progress: LoopProgress, makes_iterator: bool) -> None:
 
 
 def load_loaders(fit: Any, chosen: Sequence[bool]) -> None:
-    """Load the saved state of the ``chosen`` loaders, which keep their own, if Lightning has not done so.
-
-    Raises ValueError if other loaders have been read already, because the loaders have no length.
-    """
+    """Load the saved state of the ``chosen`` loaders, if Lightning has not; others must be unread."""
     # Source: ``Trainer.estimated_stepping_batches`` (2.6) sets the loaders up before the loops are restored, and
     # ``_FitLoop.setup_data`` loads their states only when it sets them up, and only in the middle of an epoch.
     combined, fetcher = fit._combined_loader, fit._data_fetcher
@@ -228,10 +225,7 @@ def skip_batches(fetcher: Any, batches: int) -> None:
 
 
 def skip_batches_of(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
-    """Read and drop batches of the ``chosen`` loaders; the others are where they should be.
-
-    Raises ValueError as :func:`load_loaders` does.
-    """
+    """Read and drop batches of the ``chosen`` loaders; the others are where they should be."""
     for iterator, is_chosen in zip(_iterators_side_by_side(fetcher), chosen, strict=True):
         for _ in range(batches if is_chosen else 0):
             next(iterator)

@@ -189,19 +189,7 @@ def evaluation_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """Return a loader of all samples in dataset order; Lightning divides them among the ranks.
-
-    Args:
-        dataset: The samples.
-        batch_size: Samples in a batch on one data-parallel rank.
-        collate_fn: Makes a batch from a list of samples.
-        num_workers: Number of processes that load batches ahead.
-        pin_memory: Copy batches into pinned memory.
-
-    Raises:
-        ValueError: ``batch_size`` is below 1.
-        TypeError: A size is not an int.
-    """
+    """Return a loader of all samples in dataset order; Lightning divides them among the ranks."""
     require_size("batch_size", batch_size)
     return DataLoader(
         dataset,

@@ -83,10 +83,7 @@ class ChunkWeight:
 
 
 def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
-    """Freeze a model that has its weights, and put adapters on it; with DoRA collective over the tensor-parallel ranks.
-
-    Raises ValueError if these adapters cannot do what the settings ask for.
-    """
+    """Freeze a model that has its weights, and put adapters on it; with DoRA collective over the TP ranks."""
     for chunk in chunks.bare:
         # With a base on disk, checkpoints hold the adapters alone
         setattr(chunk, TRAINED_ONLY, lora.base_model_name_or_path is not None)

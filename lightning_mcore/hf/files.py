@@ -30,11 +30,7 @@ _LATER = 1.0  # seconds by which a file may be newer than its metadata, because 
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
-    """Return the content of a JSON file of a model.
-
-    Raises FileNotFoundError if there is no such file, ValueError if it is not a JSON object or not the file that was
-    downloaded.
-    """
+    """Return the content of a JSON file of a model; ValueError if it is not an object, or not what was downloaded."""
     content = read_json_value(folder, name)
     if not isinstance(content, dict):
         path = os.path.join(folder, name)

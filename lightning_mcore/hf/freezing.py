@@ -54,10 +54,7 @@ def train_only(
     fields: Mapping[str, Any],
     parts: Sequence[str],
 ) -> AdaptedModel:
-    """Freeze all weights but the chosen ones, and return which are trained.
-
-    ``tensors`` are the shapes of the model's weights by whole name, ``parts`` the parts of Hugging Face names to train.
-    """
+    """Freeze all weights but those whose names contain one of ``parts``, and return which are trained."""
     trained = trained_model(tensors, family, fields, parts)
     for index, chunk in enumerate(chunks.bare):
         # Checkpoints hold the frozen weights too, unlike with LoRA

@@ -74,11 +74,7 @@ _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out
 
 
 def read_lora(path: str) -> LoRA:
-    """Return the settings of a PEFT adapter, from its folder or its name on the hub.
-
-    Raises FileNotFoundError if there is no such folder or no ``adapter_config.json``, ValueError if it is another kind
-    of adapter or has a setting that is not supported.
-    """
+    """Return the settings of a PEFT adapter, from its folder or its name on the hub."""
     folder = _adapter_folder(path)
     config = read_json(folder, ADAPTER_CONFIG_FILE)
     _refuse_variants(f"{folder}/{ADAPTER_CONFIG_FILE}", config)
@@ -241,11 +237,7 @@ def adapter_dtype(path: str) -> torch.dtype:
 
 
 def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
-    """Fill a model's adapters from a PEFT folder, a hub name or a checkpoint of adapters; collective over the world.
-
-    Raises FileNotFoundError if there is no such adapter, ValueError if it does not fit this model: a tensor is missing,
-    unknown, or of another shape.
-    """
+    """Fill a model's adapters from a PEFT folder, a hub name or a checkpoint; collective over the world."""
     if is_own_checkpoint(path):
         module.on_load_checkpoint(MCoreCheckpointIO().load_directory(path))  # compares the bases
         load_weights(module, path)
@@ -283,11 +275,7 @@ def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]
 
 
 def check_folders(base: str, paths: Sequence[str], family: str | None = None) -> None:
-    """Check that PEFT adapters fit a Hugging Face model, by names and shapes; reads no weights.
-
-    Raises FileNotFoundError if there is no such adapter, ValueError if a tensor is missing, unknown, or of another
-    shape.
-    """
+    """Check that PEFT adapters fit a Hugging Face model, by names and shapes; reads no weights."""
     if not paths or is_own_checkpoint(base):  # load_adapter() compares with the model itself
         return
     source = HFSource.open(base, family)

@@ -188,10 +188,7 @@ def copied_pieces(module: pl.LightningModule) -> Iterator[Piece]:
 def expected_shapes(
     lora: LoRA, names: Sequence[str], shapes: Mapping[str, Shape], fields: Mapping[str, Any], layout: ExpertLayout
 ) -> dict[str, Shape]:
-    """Return the shapes of all tensors that an adapter's file has.
-
-    ``names`` are all projections of the model, ``shapes`` the shapes of its tensors by Hugging Face name.
-    """
+    """Return the shapes of an adapter's tensors, for projections of a model with tensors of these shapes."""
     experts = int(fields.get("num_moe_experts") or 0)
     shapes = {**_shapes_of_experts(names, shapes, int(fields["hidden_size"])), **shapes}
     saved = {key: shape for key, shape in shapes.items() if lora.saves(key.rpartition(".")[0])}

@@ -104,10 +104,7 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
 
 
 def fill_weights(module: pl.LightningModule, path: str, family: str | None = None) -> None:
-    """Fill a module's chunks as :func:`load_pretrained` does, but at any time; collective over the world.
-
-    Adapters that are switched off are left alone.
-    """
+    """Fill chunks as :func:`load_pretrained` does, but not adapters that are off; collective over the world."""
     if is_own_checkpoint(path):
         load_weights(module, path)
     else:
@@ -214,11 +211,7 @@ def _fill(folder: str, weights: HFWeights, pieces: ModelPieces) -> None:
 
 
 def pieces_of_module(module: pl.LightningModule, of_adapters: bool = False) -> ModelPieces:
-    """Return the pieces of a module's model that this rank holds; collective over the world.
-
-    The model is built with ``pipeline()``, wrapped or not. ``of_adapters`` returns the pieces of LoRA adapters instead.
-    Raises RuntimeError if the module has no such model yet.
-    """
+    """Return the pieces of a module's model, or its adapters, that this rank holds; collective over the world."""
     chunks = built_chunks(module)
     if chunks.pipeline is None:
         raise RuntimeError(

@@ -71,10 +71,7 @@ def find_family(name: str) -> Family:
 
 
 def recorded_family(name: str) -> Family:
-    """Return the family that a checkpoint names. A path is looked up among imported modules, never imported.
-
-    Raises ValueError if there is no such family, or if the user has not imported the module of the path.
-    """
+    """Return the family that a checkpoint names. A path is looked up among imported modules, never imported."""
     if name.endswith(SCORING):
         return recorded_family(name.removesuffix(SCORING)).scoring()
     if name.endswith(HIDDEN):
@@ -93,10 +90,7 @@ def recorded_family(name: str) -> Family:
 
 
 def registered_family(name: str) -> Family:
-    """Return the family of a ``model_type``, from this package or another installed one.
-
-    Raises ValueError, which lists the families that exist.
-    """
+    """Return the family of a ``model_type``, from this package or another installed one."""
     # An installed package may replace one of our families
     registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
     if registered is not None:

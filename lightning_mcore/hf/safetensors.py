@@ -236,11 +236,7 @@ def write_safetensors(
     tensors: Mapping[str, tuple[torch.dtype, Shape]],
     read: Callable[[str], torch.Tensor],
 ) -> None:
-    """Write a file, and flush it to disk; raises OSError if the disk reports an error.
-
-    ``tensors`` are the dtype and shape of each tensor. ``read`` returns one of them, contiguous and on the CPU, and is
-    called once per name.
-    """
+    """Write and flush a file; ``read`` returns each tensor once, contiguous and on the CPU."""
     # Widest first, so that each starts at a multiple of its item size: fp32 [2, 3] at bytes 0-23, bf16 [4] at 24-31
     names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     with ChecksummedFile(path) as file:

@@ -52,10 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
-    """Return a model's folder; a name on the Hugging Face hub, such as ``"org/model"``, is downloaded first.
-
-    ``weights=False`` downloads only config and index. Raises FileNotFoundError if there is no such folder or name.
-    """
+    """Return a model's folder; a name on the hub, ``"org/model"``, is downloaded, perhaps without weights."""
     where = os.fspath(path)
     if os.path.isdir(where):
         return where
@@ -93,12 +90,7 @@ def is_unknown_on_hub(path: str) -> bool:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the content of ``config.json``, without the quantization of weights that are dequantised as they are read.
-
-    Raises:
-        FileNotFoundError: There is no ``config.json``.
-        ValueError: It is not the config of a model, or the model's weights are quantised.
-    """
+    """Return the content of ``config.json``, without the quantization of weights that are dequantised later."""
     _refuse_adapter(folder)
     content = read_json(folder, CONFIG_FILE)
     model_type = content.get("model_type")
@@ -135,10 +127,7 @@ def _refuse_adapter(folder: str) -> None:
 
 
 def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ``config.json`` with transformers' defaults filled in, if transformers knows the model.
-
-    Raises ValueError if a value is out of range, or if transformers rejects it.
-    """
+    """Return the content of a ``config.json`` with transformers' defaults, if it knows the model."""
     content = family.in_our_words(content)
     # transformers makes lists as long as the config says, and looks up the dtype in torch: check both first
     family.check_sizes(flat(content))
@@ -296,11 +285,7 @@ class HFSource:
 
     @classmethod
     def open(cls, path: str, family: str | None = None, weights: bool = True) -> "HFSource":
-        """Read a model's config; ``weights`` says whether to download the weights of a hub name too.
-
-        Raises FileNotFoundError if there is no such model, ValueError if its family or something in its config is not
-        supported.
-        """
+        """Read a model's config; ``weights`` says whether to download the weights of a hub name too."""
         folder = local_folder(path, weights)
         content = read_config(folder)
         known = family_of(content, family)
@@ -318,11 +303,7 @@ class HFSource:
         return cls(folder, known, config, fields)
 
     def open_tensors(self) -> "SafetensorsFolder":
-        """Open the model's weights; reads only their headers.
-
-        Raises FileNotFoundError if a file is missing, ValueError if one is damaged, the weights are quantised, or they
-        belong to a much smaller model.
-        """
+        """Open the model's weights, reading only their headers; ValueError if they cannot be the model's."""
         from lightning_mcore.hf.safetensors import SafetensorsFolder
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)

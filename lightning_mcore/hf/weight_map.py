@@ -43,10 +43,7 @@ def whole_names(key: str, shape: Shape) -> dict[str, tuple[StoredPlace, Shape]]:
 
 
 def whole_name(key: str, start: Shape, shape: Shape) -> tuple[str, Shape, Shape]:
-    """Return the whole name of a rectangle of a stored tensor, and its start and shape there.
-
-    The rectangle lies within one layer.
-    """
+    """Return the whole name of a rectangle within one layer of a stored tensor, and its start and shape there."""
     stacked = _STACKED.fullmatch(key)
     if stacked is None:
         return key, start, shape

@@ -23,10 +23,7 @@ _SHOWN = 4
 
 
 def require_free(out: str, replace: bool = False) -> str:
-    """Return the folder to write: ``out``, or the target of the link ``out``, which is kept.
-
-    Raises ValueError if ``out`` is a file or a non-empty folder; with ``replace``, it may be a Hugging Face model.
-    """
+    """Return the folder to write, ``out`` or its link's target; ``replace`` allows a Hugging Face model."""
     out = os.path.realpath(out) if os.path.islink(out) else out
     names = os.listdir(out) if os.path.isdir(out) else []
     is_model = CONFIG_FILE in names or ADAPTER_CONFIG_FILE in names

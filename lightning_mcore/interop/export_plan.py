@@ -31,10 +31,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the user chooses for an export; ``export_checkpoint`` says what the fields mean.
-
-    Raises ValueError for an unknown dtype and for a size that is none.
-    """
+    """What the user chooses for an export; ``export_checkpoint`` says what the fields mean."""
 
     like: str | None = None
     family: str | None = None
@@ -175,10 +172,7 @@ class ExportPlan:
         return target
 
     def convert(self, name: str, values: Tensor, target: Tensor) -> None:
-        """Copy a part of a tensor into the memory that it is written from, with the dtype to write.
-
-        Raises ValueError if this dtype cannot hold some of the values.
-        """
+        """Copy a part of a tensor to where it is written from; ValueError if the dtype to write cannot hold a value."""
         require_fits(name, values, target.dtype)
         target.copy_(values)
 
@@ -230,10 +224,7 @@ def parse_dtype(name: str) -> torch.dtype | None:
 
 
 def parse_size(size: str | int, name: str = "max_shard_size") -> int:
-    """Return a size in bytes, from a number or a text in powers of ten: ``"5GB"`` is 5,000,000,000.
-
-    Raises ValueError if it is not a size, or zero; ``name`` is the setting in its message.
-    """
+    """Return a size in bytes, from a number or a text in powers of ten: ``"5GB"`` is 5,000,000,000."""
     found = _SIZE.fullmatch(str(size).strip()) if isinstance(size, str | int) and not isinstance(size, bool) else None
     value = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if value < 1:

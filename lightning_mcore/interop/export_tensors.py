@@ -246,11 +246,7 @@ _MAPPED = 64 << 20  # bytes of pieces that stay mapped, because they may hold th
 
 
 class StoredTensors:
-    """The weights of a checkpoint, a directory on a disk of this machine.
-
-    Raises FileNotFoundError if there is nothing at ``path``, ValueError if it is not a sharded checkpoint or is
-    damaged.
-    """
+    """The weights of a checkpoint, a directory on a disk of this machine."""
 
     def __init__(self, path: str) -> None:
         self.path = path = checkpoint_files.tensors_folder(path)

@@ -89,10 +89,7 @@ def open_repository(repository: str) -> None:
 
 
 def upload(folder: str, repository: str, origin: Origin) -> None:
-    """Upload a folder that is complete, with a model card unless the repository has one; makes the repository.
-
-    Raises RuntimeError, which says how to upload the folder later.
-    """
+    """Upload a complete folder, with a model card unless the repository has one; makes the repository."""
     from huggingface_hub import HfApi
 
     with open(os.path.join(folder, _CARD), "w", encoding="utf-8") as file:

@@ -184,10 +184,7 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int, hybrid: b
 
 
 def check_vocabulary(batch: dict[str, Tensor], vocab_size: int) -> None:
-    """Raise ValueError for a token or label outside the vocabulary, naming the value and its place.
-
-    Only batches on the host are checked: reading one from a device would wait for it.
-    """
+    """Raise ValueError, with value and place, for a token outside the vocabulary, in batches on the host."""
     for name in ("tokens", "labels"):
         ids = batch.get(name) if isinstance(batch, dict) else None
         if not isinstance(ids, Tensor) or ids.is_cuda or ids.numel() == 0:

@@ -152,10 +152,7 @@ class _Quantized:
 
 
 def check_quantization(transformer_impl: str, base: str | None) -> None:
-    """Reject 4-bit weights for other layers than Megatron's, and without a model that they are read from (``base``).
-
-    Raises ValueError, or ModuleNotFoundError if bitsandbytes is not installed.
-    """
+    """Reject 4-bit weights without bitsandbytes, Megatron's own layers, or a model to read (``base``)."""
     check_quantized_layers(transformer_impl)
     if base is None:
         raise ValueError("quantization='nf4' needs weights that are read from a model; use MCoreGPT.from_pretrained")

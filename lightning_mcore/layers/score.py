@@ -55,11 +55,7 @@ class TokenLogits(tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]  
 
     @classmethod
     def of(cls, layer: Any, tokens: Sequence[int]) -> Any:
-        """Turn an output layer into one for these tokens, with the hooks that it has.
-
-        Raises:
-            ValueError: The layer is one of TransformerEngine.
-        """
+        """Turn an output layer, with its hooks, into one for these tokens; ValueError for TransformerEngine's."""
         if type(layer) is not tensor_parallel.ColumnParallelLinear:
             raise ValueError(
                 f"the output layer is a {type(layer).__name__}, which computes all logits; leave fp8_output_proj out"

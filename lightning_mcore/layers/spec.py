@@ -98,11 +98,7 @@ def set_attention_environment(chunk: nn.Module) -> None:
 
 
 def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Literal["local", "transformer_engine"]:
-    """Choose the modules that a model is built from, for a device of ``device_type``.
-
-    ``"auto"`` is TransformerEngine if it is installed and the device is CUDA. Raises ValueError for an unknown choice
-    or a device that TransformerEngine cannot use, and ModuleNotFoundError if it is not installed.
-    """
+    """Choose a model's modules; ``"auto"`` is TransformerEngine if it is installed and the device is CUDA."""
     if choice == "auto":
         if not HAVE_TE or device_type != "cuda" or is_prepared():
             return "local"
@@ -247,10 +243,7 @@ def last_layer_spec(
 def check_backend(
     config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"], device_type: str | None = None
 ) -> None:
-    """Raise ValueError before a module is built if these layers would ignore a setting, or fail later.
-
-    ``device_type`` is None if the device is not known yet.
-    """
+    """Raise ValueError before a module is built if these layers would ignore a setting, or fail later."""
     for check in backend_checks(config, transformer_impl, device_type):
         check()
     if transformer_impl == "local" and not HAVE_TE:

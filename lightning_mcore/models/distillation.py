@@ -386,11 +386,7 @@ class Teacher(MCoreGPT):
 
     @classmethod
     def of_student(cls, path: str, student: MCoreGPT) -> Self:
-        """Read the settings of the teacher at ``path``.
-
-        Raises FileNotFoundError if there is no such model, ValueError if it is not a model of the student's kind or is
-        not supported.
-        """
+        """Read the settings of the teacher at ``path``; ValueError if it is not a model of the student's kind."""
         given = student.hparams
         teacher = cls._of_pretrained(
             path,

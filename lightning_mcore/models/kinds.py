@@ -18,10 +18,7 @@ _KINDS: dict[str, type[MCoreGPT]] = {
 
 
 def kind_of(arguments: Collection[str], otherwise: type[MCoreGPT] = MCoreGPT) -> type[MCoreGPT]:
-    """Return the class that alone has one of the arguments; ``otherwise`` if there is none.
-
-    Raises ValueError for arguments of two classes.
-    """
+    """Return the class that alone has one of the arguments; ``otherwise`` if there is none."""
     found = [name for name in _KINDS if name in arguments]
     if len(found) > 1:
         raise ValueError(f"{' and '.join(found)} are given, which are two kinds of model; leave one of them out")

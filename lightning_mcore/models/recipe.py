@@ -338,10 +338,7 @@ def _number_of_steps(trainer: "pl.Trainer") -> float:
 
 
 def _number(name: str, value: Any, advice: str = "one") -> float:
-    """Return a Python number from a Python or numpy number, or from a tensor without dimensions; an int stays an int.
-
-    Raises TypeError if the value is not a number, ValueError if it is infinite or NaN.
-    """
+    """Return a Python number from a number or a scalar; an int stays an int, infinity and NaN raise."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -84,10 +84,7 @@ class StoredLogits:
             )
 
     def lend(self) -> None:
-        """Give the samples access to their logits.
-
-        Raises FileNotFoundError, on all ranks, if a rank does not see the file.
-        """
+        """Give the samples access to their logits."""
         path = os.path.join(self._folder, _NUMBERS)
 
         def check() -> None:
@@ -98,10 +95,7 @@ class StoredLogits:
         self.samples.teacher_table = path
 
     def complete_with(self, module: "MCoreDistillation", tokens: int) -> None:
-        """Run the teacher over the samples that lack logits, and append these; collective.
-
-        ``tokens`` is how many tokens student and teacher have in common. Raises ValueError if a logit is not finite.
-        """
+        """Append the teacher's logits, over ``tokens`` common tokens, of the samples that lack them; collective."""
         told = {
             **self._about,
             "teacher": module.teacher_mark,

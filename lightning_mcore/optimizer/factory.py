@@ -65,11 +65,7 @@ class OptimizerSetting:
 def configure_optimizers(
     module: pl.LightningModule, needs_one: str | None
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Return what the module's ``configure_optimizers`` returns, as Lightning reads it.
-
-    ``needs_one`` is what allows only one optimizer. Raises ``TypeError`` for several with it, ``ValueError`` if an
-    optimizer has no parameters, for example on a pipeline stage that is completely frozen.
-    """
+    """Return what the module's ``configure_optimizers`` returns; ``needs_one`` is what allows only one."""
     try:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
     except RuntimeError as error:  # Lightning's, which recommends manual optimization
@@ -132,11 +128,7 @@ def _named(values: Mapping[str, float]) -> str:
 
 
 def make_optimizer(user: Optimizer, chunks: Sequence[WrappedChunk], setting: OptimizerSetting) -> MCoreOptimizer:
-    """Put Megatron's step behind a torch optimizer and return it, as an instance of the user's class; collective.
-
-    Raises ``TypeError`` if the optimizer must be rebuilt and cannot be, and ``ValueError`` if ``setting.config`` has an
-    option that it lacks, a parameter that needs gradients is in no group, or the gradients of one have another dtype.
-    """
+    """Put Megatron's step behind a torch optimizer, and return it, in the user's class; collective."""
     check_kind(
         user,
         inline=setting.inline,

@@ -159,10 +159,7 @@ def built_chunks(module: nn.Module) -> ModelChunks:
 
 
 def find_pipeline(module: nn.Module) -> Pipeline | None:
-    """Return the model that a LightningModule built with ``pipeline()``; None if it built none.
-
-    Raises ValueError if there are several, or if parameters outside the model need gradients.
-    """
+    """Return the model that a module built with ``pipeline()``, or None; ValueError for anything else to train."""
     pipelines = [child for _, child in module.named_modules(remove_duplicate=False) if isinstance(child, Pipeline)]
     if not pipelines:
         return None
@@ -185,11 +182,7 @@ def plain_config(dtype: torch.dtype) -> TransformerConfig:
 
 
 def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config of a pipeline's chunks, checked against ``owned``, the strategy's and the precision's fields.
-
-    Raises TypeError if a chunk has no TransformerConfig or lacks what Megatron's schedules read, and ValueError if one
-    of these fields has another value in the config, or the config has an unsupported field.
-    """
+    """Return the config of a pipeline's chunks, checked against the fields ``owned`` by strategy and precision."""
     config = getattr(pipeline.chunks[0], "config", None)
     if not isinstance(config, TransformerConfig):
         raise TypeError(
@@ -533,12 +526,7 @@ def _broadcast_parameters(module: nn.Module) -> None:
 
 
 def broadcast_buffers(module: nn.Module, stored_only: bool = False) -> None:
-    """Give copies of a plain module the buffers of the first, as torch's DDP does.
-
-    Args:
-        module: The module; buffers of one dtype on one device travel together.
-        stored_only: Leave out buffers that a state dict does not hold: tables computed from the settings.
-    """
+    """Copy the first rank's buffers to all copies, as DDP does; ``stored_only`` skips those not in state dicts."""
     group = process_group("dp_cp")
     if group.size() == 1:
         return

@@ -28,10 +28,7 @@ from torch import Tensor
 
 
 def split_for_context_parallel(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
-    """Return a context-parallel rank's two slices of whole sequences, for example [b, s] to [b, s / size].
-
-    Raises ValueError if the sequence does not divide into ``2 * size`` slices, or ``rank`` is out of range.
-    """
+    """Return a context-parallel rank's two slices of whole sequences, for example [b, s] to [b, s / size]."""
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is not in a context-parallel group of {size}; choose 0 to {size - 1}")
     if size == 1:
@@ -48,10 +45,7 @@ def split_for_context_parallel(tensor: Tensor, rank: int, size: int, dim: int = 
 
 
 def unsplit_from_context_parallel(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """Join all ranks' shares, in rank order: the inverse of :func:`split_for_context_parallel`, differentiable.
-
-    Raises ValueError if there are no shares, or one does not divide into two slices.
-    """
+    """Join all ranks' shares, in rank order: the inverse of :func:`split_for_context_parallel`, differentiable."""
     size = len(shares)
     if size == 0:
         raise ValueError("no shares were given; give one tensor for each context-parallel rank")

@@ -122,10 +122,7 @@ def open_process_groups(
 
 
 def close_process_groups() -> None:
-    """Remove Megatron's groups, if there are any; the default process group stays.
-
-    The next :func:`open_process_groups` destroys them.
-    """
+    """Let go of Megatron's groups, which the next :func:`open_process_groups` destroys."""
     global _opened
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()

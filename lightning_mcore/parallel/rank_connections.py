@@ -58,10 +58,7 @@ class Connections:
 
 
 def connect(introduction: T) -> tuple[Connections, list[T]] | None:
-    """Connect all ranks with rank 0, and exchange introductions, which are pickled; collective over the world.
-
-    Returns None, with a warning on rank 0, if some rank cannot reach rank 0.
-    """
+    """Connect all ranks with rank 0, and exchange introductions; None if a rank cannot; collective over the world."""
     rank, size = dist.get_rank(), dist.get_world_size()
     server: list[socket.socket] = []
 

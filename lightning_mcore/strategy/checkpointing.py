@@ -138,11 +138,7 @@ class Checkpoints:
         return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]}
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        """Write one file, or a directory if the model is split; collective over the world.
-
-        Raises ``RuntimeError`` before the first run of a model that may be split, and ``TypeError`` if the strategy's
-        ``checkpoint_io`` cannot write shards.
-        """
+        """Write one file, or a directory if the model is split; collective over the world."""
         strategy = self._strategy
         if (hindrance := self._hindrance()) is not None:
             _log.error("%s is not saved: %s", filepath, hindrance)
@@ -273,11 +269,7 @@ class Checkpoints:
         )
 
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Read a file, or Lightning's part of a directory; the shards are read in ``setup``.
-
-        Raises ``FileNotFoundError`` for a path without a checkpoint, ``ValueError`` for one of another model or a
-        damaged one.
-        """
+        """Read a file, or Lightning's part of a directory; the shards are read in ``setup``."""
         strategy = self._strategy
         self.finish()
         path: str = strategy.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
@@ -363,10 +355,7 @@ class Checkpoints:
             self.load_pending(module.trainer.state.fn == TrainerFn.FITTING)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`optimizer_state`; state in shards is already loaded.
-
-        Raises ``ValueError`` for another number of optimizers or groups. A checkpoint of weights alone has none.
-        """
+        """Load the result of :meth:`optimizer_state`; state in shards is already loaded."""
         optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
         if states:
             _check_number(states, optimizers)

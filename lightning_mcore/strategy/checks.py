@@ -75,10 +75,7 @@ def check_arguments(
 
 
 def check_against_layout(strategy: "MCoreStrategy", asked_overlap_p2p_comm: bool | None) -> None:
-    """Reject settings of the schedule and of process groups that are wrong, or for which the layout has no use.
-
-    None is not asked for.
-    """
+    """Reject settings of schedule and groups that are wrong, or useless on the layout; None is not asked for."""
     layout, gradients, group_size = strategy.layout, strategy.gradients, strategy.microbatch_group_size
     require_flag("overlap_p2p_comm", asked_overlap_p2p_comm, or_none=True)
     if group_size is not None:
@@ -104,11 +101,7 @@ def planned_world_size(strategy: "MCoreStrategy") -> int:
 
 
 def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
-    """Check the module's shape and settings against layout, world and machine, before process groups form.
-
-    Raises ``ModuleNotFoundError`` if a package is missing, ``TypeError`` for a module that cannot be split,
-    ``ValueError`` for settings that contradict each other, the module or the machine.
-    """
+    """Check the module's shape and settings against layout, world and machine, before process groups form."""
     layout, precision = strategy.layout, strategy.precision_plugin
     sharding = strategy.gradients.data_parallel_sharding
     _check_module(module, layout, sharding)

@@ -44,10 +44,7 @@ def check_fp8(
     machine: "FP8Machine",
     micro_batch_size: int | None,
 ) -> None:
-    """Reject FP8 that module, settings or machine do not support; do nothing without FP8.
-
-    Raises ``ModuleNotFoundError`` without TransformerEngine, ``ValueError`` if another requirement is not met.
-    """
+    """Reject FP8 that module, settings or machine do not support; do nothing without FP8."""
     if not settings.is_on:
         return
     if not isinstance(module, MCoreModule):

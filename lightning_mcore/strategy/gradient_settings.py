@@ -95,19 +95,13 @@ class GradientSettings:
         check_owned_by_precision(self.changed, owned)
 
     def megatron_config(self, owned: Mapping[str, Any] | None = None) -> DistributedDataParallelConfig:
-        """Return Megatron's config with the strategy's arguments and the fields ``owned`` by the precision filled in.
-
-        Raises ``ValueError`` as :meth:`check_precision` does.
-        """
+        """Return Megatron's config with the strategy's arguments and the fields ``owned`` by the precision."""
         self.check_precision(owned or {})
         values = resolved(vars(self), self.changed)
         return dataclasses.replace(_DEFAULTS, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
 
     def check_run(self, layout: ParallelLayout, world_size: int, device: torch.device) -> None:
-        """Reject settings that layout, world or device do not support, before process groups form.
-
-        Raises ``ValueError``, or ``ModuleNotFoundError`` if Megatron needs a package for the option.
-        """
+        """Reject settings that layout, world or device do not support, before process groups form."""
         raise_first(world_faults(self.changed, layout, world_size, device.type))
         raise_first(sharding_faults_on(self.data_parallel_sharding, layout, world_size))
         instances = self.num_instances

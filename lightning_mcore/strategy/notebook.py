@@ -99,16 +99,7 @@ class _RankTracebackError(Exception):
 
 
 class NotebookLauncher(_Launcher):
-    """Runs each call of ``fit``, ``validate``, ``test`` or ``predict`` on new processes.
-
-    Args:
-        strategy: The strategy of the trainer.
-        restores: Undone at the end of the run.
-
-    Raises:
-        ModuleNotFoundError: cloudpickle is not installed.
-        ValueError: The run needs several machines.
-    """
+    """Runs each call of ``fit``, ``validate``, ``test`` or ``predict`` on new processes."""
 
     def __init__(self, strategy: DDPStrategy, restores: contextlib.ExitStack) -> None:
         if strategy.num_nodes > 1:
@@ -134,12 +125,7 @@ class NotebookLauncher(_Launcher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Call the function on all ranks, bring back what the module docstring lists, and return rank 0's result.
-
-        Raises:
-            RuntimeError: The run was interrupted, a rank was killed, or the model's weights are only in a checkpoint.
-            TypeError: The trainer, the model or the data cannot be pickled.
-        """
+        """Call the function on all ranks, bring back what the module docstring lists, and return rank 0's result."""
         assert trainer is not None
         receivers = _receivers(trainer)
         try:

@@ -120,10 +120,7 @@ class SameBatches:
         return box[0]
 
     def send(self, loader: Any, read: Callable[[], Any]) -> Any:
-        """Return the batch that the reading rank reads, or ``_END``; collective over the model copy.
-
-        Raises ``ValueError``, on all ranks of the copy, if the batch cannot be pickled.
-        """
+        """Return the batch that the reading rank reads, or ``_END``; collective over the model copy."""
         message: tuple[str, Any, RandomState | None]
         if not self.reads:
             self._strategy.resume.batch_is_read(loader)

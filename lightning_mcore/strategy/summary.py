@@ -30,13 +30,7 @@ from lightning_mcore.parallel.chunks import count_whole
 
 
 class WholeSummary(Summary):
-    """A summary that counts the parameters of the whole model; collective over the world.
-
-    Args:
-        model: The module, whose model is built.
-        max_depth: How deep the table goes, as in Lightning.
-        layout: The parallel sizes.
-    """
+    """A summary, as deep as in Lightning, that counts the whole model's parameters; collective over the world."""
 
     def __init__(self, model: pl.LightningModule, max_depth: int, layout: ParallelLayout) -> None:
         super().__init__(model, max_depth)

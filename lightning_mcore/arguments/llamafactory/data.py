@@ -61,10 +61,7 @@ class FactoryReading(Reading):
 
 
 class FactoryRows:
-    """Turns the rows of a dataset into conversations.
-
-    ``columns`` are the columns of its files. ValueError if they lack one that the entry names.
-    """
+    """Turns the rows of a dataset into conversations; ValueError if ``columns`` lack one that the entry names."""
 
     def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
         self.needed = tuple(name for name in self._wanted(entry) if name is not None)
@@ -87,11 +84,7 @@ class FactoryRows:
         return (names.system, names.tools, names.images, names.videos)
 
     def messages(self, row: Row, name: str, answer: str | None = None) -> list[Message]:
-        """Return the conversation of a row, called ``name`` in errors; an empty list if the row is skipped.
-
-        ``answer`` names another column for the answer. Raises ValueError for a tool call or a missing field, and
-        TypeError for a value that is not text.
-        """
+        """Return a row's conversation, empty if the row is skipped; ``answer`` names another column."""
         columns = self._entry.columns
         if columns.tools is not None and has_tools(row[columns.tools]):
             raise ValueError(

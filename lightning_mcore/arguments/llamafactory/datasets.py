@@ -75,11 +75,7 @@ class DatasetEntry:
 
 
 def read_datasets(names: str | Sequence[str], dataset_dir: str, sees: bool | None = False) -> list[DatasetEntry]:
-    """Return the datasets of the given names (a list, or text with commas), in their order.
-
-    ``sees`` says whether the model sees images, or None if that is not known yet. Raises FileNotFoundError for a
-    missing folder or file, and ValueError for an unknown name or an entry that is not supported.
-    """
+    """Return the datasets of these names, in order; ``sees`` is None until the kind of model is known."""
     if dataset_dir == "ONLINE" or dataset_dir.startswith("REMOTE:"):
         raise ValueError(
             f"dataset_dir={dataset_dir!r} asks for datasets from a hub, and nothing is downloaded silently; download "

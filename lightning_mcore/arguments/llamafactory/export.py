@@ -24,11 +24,7 @@ class FactoryExport:
     max_shard_size: str
 
     def write(self) -> None:
-        """Merge the adapters and write the model, all in this process.
-
-        Raises FileNotFoundError for a missing model or adapter, OSError if the files cannot be written, and ValueError
-        if an adapter does not fit, the model is not supported, or ``out`` already exists.
-        """
+        """Merge the adapters and write the model, all in this process."""
         from lightning_mcore.interop.export import export_model
         from lightning_mcore.interop.export_folder import require_free
         from lightning_mcore.layers.session import single_process
@@ -49,10 +45,7 @@ class FactoryExport:
 
 
 def read_export(path: str | None, overrides: Sequence[str] = ()) -> FactoryExport | None:
-    """Return the export that a file asks for, after its changes (``key=value``); None if it trains or evaluates.
-
-    Errors are the same as for :func:`read_run`.
-    """
+    """Return the export that a file asks for, after its changes (``key=value``); None if it trains or evaluates."""
     given = read_keys(path, overrides)
     out = given.get("export_dir")
     if not out or given.get("do_train") or given.get("do_eval"):

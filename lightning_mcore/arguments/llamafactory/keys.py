@@ -412,11 +412,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training and Megatron arguments of a file, ``values``, with those that follow from other keys.
-
-    Raises FileNotFoundError if DeepSpeed's config does not exist, and ValueError if it contradicts the file or asks for
-    something that is not supported.
-    """
+    """Return the training and Megatron arguments of a file, ``values``, with those that follow from other keys."""
     found = {**values, "bf16": True} if keys.pure_bf16 else dict(values)
     if keys.deepspeed is None or (stage := zero_stage(keys.deepspeed, found)) == 0:
         return found

@@ -203,10 +203,7 @@ _NAMES, _PART = ".files-of-the-model", ".part"  # the names of the files to move
 
 
 def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
-    """Return the newest checkpoint in a folder; None to start a new run, which ``overwrite`` always does.
-
-    Raises ValueError if the folder contains a model, and no checkpoint to resume from.
-    """
+    """Return the newest checkpoint in a folder; None to start a new run, which ``overwrite`` always does."""
     folder = Path(output_dir)
     if overwrite or not folder.is_dir():
         return None

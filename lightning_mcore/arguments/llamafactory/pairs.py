@@ -42,11 +42,7 @@ class FactoryPairRows(FactoryRows):
         return (*(name for name in wanted if name != names.response), names.chosen, names.rejected)
 
     def messages(self, row: Row, name: str) -> PreferenceRow:  # type: ignore[override]  # read by PairEncoder
-        """Return the prompt and the answers of a row, called ``name`` in errors.
-
-        Raises ValueError for a tool call or a missing field, and TypeError for a value that is not text, or not a
-        boolean tag.
-        """
+        """Return the prompt and the answers of a row, called ``name`` in errors."""
         if self.tag is not None:
             # In KTO, another row of the same block, added to this one, gives the answer for the KL term.
             partner = super().messages(partner_of(row), name)

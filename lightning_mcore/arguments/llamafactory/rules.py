@@ -67,11 +67,7 @@ def errors_in_file_keys() -> Iterator[None]:
 
 
 def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a file's keys with their values, after the changes (``key=value``); a change to null removes a key.
-
-    Raises FileNotFoundError, and ValueError if a name is neither a LLaMA-Factory key nor an argument, or if the file is
-    of another kind.
-    """
+    """Return a file's keys with their values, after the changes (``key=value``); a change to null removes a key."""
     in_file = read_file(path, TRAINING_FILE)
     given = overridden(in_file, overrides)
     changed = {text.partition("=")[0].partition(".")[0] for text in overrides}
@@ -109,10 +105,7 @@ def _names() -> frozenset[str]:
 
 
 def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
-    """Return the keys of :class:`FactoryKeys`.
-
-    Raises TypeError or ValueError if a value does not have its type, and ValueError if the file has no model.
-    """
+    """Return the keys of :class:`FactoryKeys`; TypeError or ValueError for a wrong value, or without a model."""
     keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN_KEYS})
     check_types(keys)
     if keys.model_name_or_path is None:

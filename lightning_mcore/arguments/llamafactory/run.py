@@ -96,10 +96,7 @@ class FactoryRun:
         return self.keys.packs or max(arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size) > 1
 
     def model(self) -> "MCoreGPT":
-        """Build the model, with the loss that the file asks for.
-
-        Raises FileNotFoundError if there is no such model, and ValueError if it is not supported.
-        """
+        """Build the model, with the loss that the file asks for."""
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
         from lightning_mcore.models.gpt import MCoreGPT
@@ -212,12 +209,7 @@ def reads_images(path: str, datasets: Sequence[DatasetEntry]) -> bool | None:
 
 
 def read_run(path: str | None, overrides: Sequence[str] = ()) -> FactoryRun:
-    """Return the run that a training file describes, after its changes (texts ``key=value``).
-
-    No path means the changes alone. Raises FileNotFoundError for a missing file, model folder or dataset, TypeError for
-    a wrong type, and ValueError if a key is unknown or not supported, a value is not allowed, or two keys contradict
-    each other.
-    """
+    """Return the run of a training file after its changes (``key=value``); no path means the changes alone."""
     given = read_keys(path, overrides)
     own = own_keys(given)
     model = str(own.model_name_or_path)

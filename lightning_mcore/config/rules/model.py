@@ -216,10 +216,7 @@ SoftmaxType: TypeAlias = Literal["vanilla", "off-by-one", "learnable"]
 
 
 def check_attention(config: Any, is_causal: bool = True) -> None:
-    """Raise ValueError for attention that the torch backend does not support.
-
-    That is an unknown softmax, an invalid window, or a window that looks ahead under causal attention.
-    """
+    """Reject what the torch backend lacks: other softmaxes, wrong windows, causal ones that look ahead."""
     require_choice("softmax_type", config.softmax_type, SoftmaxType)
     if config.window_size is None:
         return
@@ -237,10 +234,7 @@ def check_attention(config: Any, is_causal: bool = True) -> None:
 
 
 def check_without_transformer_engine(config: Any) -> None:
-    """Raise ValueError for recomputed norms, for which Megatron's local layers need TransformerEngine.
-
-    For use where it is not installed.
-    """
+    """Reject recomputed norms, for which Megatron's local layers need TransformerEngine."""
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         raise ValueError(
             "recompute_modules with 'layernorm' needs TransformerEngine; choose from 'core_attn', 'mla_up_proj', "
@@ -396,10 +390,7 @@ def weighted_by_tokens(config: Any) -> list[str]:
 
 
 def faults_of_mean(config: Any) -> Iterator[str]:
-    """Yield a sentence if the loss is a mean over queries, but layers add losses that are weighted by tokens.
-
-    ``config`` is as in :func:`weighted_by_tokens`, with ``calculate_per_token_loss``.
-    """
+    """Yield a sentence if the loss is a mean over queries, but layers add losses weighted by tokens."""
     weighted = weighted_by_tokens(config)
     if config.calculate_per_token_loss and weighted:
         yield (

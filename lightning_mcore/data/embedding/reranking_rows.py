@@ -35,10 +35,7 @@ Judged = list[tuple[str, float]]  # the text of each pair, and its relevance
 
 
 class RerankingReader:
-    """Turns rows into the text of the query with each document, and its relevance.
-
-    Raises ValueError if the columns do not fit.
-    """
+    """Turns rows into the text of the query with each document, and its relevance."""
 
     def __init__(self, columns: Iterable[str], setting: Reranker) -> None:
         present = list(columns)

@@ -26,10 +26,7 @@ _QUERY, _NEGATIVES, _PROMPT = ("query", "anchor"), ("negatives", "negative"), "q
 
 
 class TextReader:
-    """Turns rows into lists of texts with their prompts: query, positive, negatives.
-
-    Raises ValueError if the columns do not fit, or contain negatives that would not be used.
-    """
+    """Turns rows into lists of texts with their prompts: query, positive, negatives."""
 
     def __init__(self, columns: Iterable[str], setting: Embedding) -> None:
         present = list(columns)

@@ -66,11 +66,7 @@ class ChatEncoder:
         self._special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
-        """Return the tokens of a conversation; an empty sample if it has no text to learn.
-
-        Raises ValueError if the template rejects the conversation, which errors call ``name``, or does not show where
-        its turns begin and end.
-        """
+        """Return the tokens of a conversation, called ``name`` in errors; empty without text to learn."""
         spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         taught = range(len(messages)) if self.loss_on == "all" else spoken
         if not any(messages[number]["content"].strip() for number in taught):
@@ -504,10 +500,7 @@ class DocumentEncoder:
 
 
 def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
-    """Return the id of the token that the template means by EOS; None if it needs none.
-
-    Raises ValueError if the template needs a token that the tokenizer does not have.
-    """
+    """Return the token that the template means by EOS; None if it needs none, ValueError if it is not there."""
     if template.end_of_turn is not None:
         ids = tokenizer(template.end_of_turn, add_special_tokens=False)["input_ids"]
         if len(ids) != 1 or ids[0] == getattr(tokenizer, "unk_token_id", None):

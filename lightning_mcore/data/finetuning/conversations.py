@@ -39,11 +39,7 @@ _NO_TOOLS = ("", "[]", "{}", "null")
 
 
 class ConversationReader:
-    """Turns rows of one form into conversations; ``needed`` are the columns that each row must have.
-
-    ``format`` ``"auto"`` goes by the columns. Raises ValueError for an unknown form, a missing column, or columns that
-    fit no form.
-    """
+    """Turns rows of one form into conversations; ``needed`` are the columns that each row must have."""
 
     def __init__(
         self,
@@ -87,11 +83,7 @@ class ConversationReader:
         self.needed = needed[format]
 
     def messages(self, row: Row, name: str) -> list[Message]:
-        """Return the messages of a row, each with ``role`` (system, user, assistant or tool) and ``content``.
-
-        Errors call the row ``name``. Raises ValueError for a missing column, an unknown role, tools, images, or a
-        field that would be lost, TypeError for a value that should be text.
-        """
+        """Return the messages of a row, called ``name`` in errors, each with ``role`` and ``content``."""
         missing = [column for column in self.needed if column not in row]
         if missing:
             raise ValueError(
@@ -142,11 +134,7 @@ def has_tools(value: Any) -> bool:
 
 
 def require_tokenizer(tokenizer: Any) -> None:
-    """Raise unless this is a ``transformers`` tokenizer, with settings that do not make every text fail.
-
-    TypeError for another object or a ``model_max_length`` that is not a number, ValueError for an unknown
-    ``unk_token``.
-    """
+    """Raise TypeError or ValueError unless this is a ``transformers`` tokenizer that can write texts."""
     if not hasattr(tokenizer, "apply_chat_template"):
         raise TypeError(
             f"tokenizer is of type {type(tokenizer).__name__}; give a tokenizer of transformers or the folder of one,"
@@ -169,10 +157,7 @@ def require_tokenizer(tokenizer: Any) -> None:
 
 
 def earlier_exchanges(history: Any, column: str, name: str) -> list[Message]:
-    """Return the messages of the exchanges before the last one, in Alpaca's form.
-
-    ``history`` has pairs of texts, or is None. Raises TypeError for anything else in ``column``.
-    """
+    """Return the exchanges before the last one, in Alpaca's form: a list of pairs of texts, or None."""
     if history is not None and not isinstance(history, list):
         raise TypeError(f"{column!r} of {name} is of type {type(history).__name__}; give a list of pairs of texts")
     turns: list[Message] = []

@@ -78,10 +78,7 @@ def require_datasets() -> None:
 
 
 def load_rows(files: Sequence[str], cache_dir: str | None = None, streaming: bool = False) -> Any:
-    """Open files as a ``datasets.Dataset``, or an ``IterableDataset`` with ``streaming``, which needs no cache.
-
-    Raises ModuleNotFoundError without ``datasets``, ValueError if a file is broken.
-    """
+    """Open files as a ``datasets.Dataset``; with ``streaming`` an ``IterableDataset``, which needs no cache."""
     require_datasets()
     from datasets import load_dataset
 
@@ -103,10 +100,7 @@ def file_marks(files: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def explained(files: Sequence[str]) -> Iterator[None]:
-    """Turn a failure to read files within the ``with`` block into a ValueError that names the file and the line.
-
-    Other errors, such as a lack of memory, pass unchanged.
-    """
+    """Turn a failure to read files in the block into a ValueError that names the file and the line."""
     try:
         yield
     except Exception as error:

@@ -48,10 +48,7 @@ def source(file: Stored, media_dir: str, kind: str, name: str) -> str | BytesIO:
 
 
 def opened_image(file: Stored, media_dir: str, name: str) -> Any:
-    """Open an image of a row; only its header is read.
-
-    Raises ModuleNotFoundError without Pillow, UnusableFileError if the file does not exist or is not an image.
-    """
+    """Open an image of a row, of which only the header is read; UnusableFileError if it is not one."""
     try:
         from PIL import Image
     except ModuleNotFoundError as error:

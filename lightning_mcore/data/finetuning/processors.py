@@ -18,11 +18,7 @@ def require_processor(kind: Kind, given: Any) -> None:
 
 
 def load_processor(given: Any, kind: Kind) -> Any:
-    """Return a processor whose limits are checked; code in its folder is not run.
-
-    Raises TypeError for another object or a processor of another kind of model, ValueError if it cannot be loaded or
-    its pixel limits contradict each other.
-    """
+    """Return a processor whose limits are checked; code in its folder is not run."""
     processor = given
     if isinstance(given, str):
         import transformers

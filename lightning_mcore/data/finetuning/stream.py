@@ -62,10 +62,7 @@ class StreamLoader:
         self.sampler = EpochNumber()  # where Lightning looks for set_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Read an epoch, or the rest of one; nothing is read before the first batch is requested.
-
-        Raises ValueError, on all ranks, if the epoch has no batches, or a file or a row cannot be read.
-        """
+        """Read an epoch, or the rest of one; nothing is read before the first batch is requested."""
         restored, self._restored = self._restored, None
         places, first, given = [ReaderPlace()] * max(1, self._num_workers), 0, 0
         epoch = self.sampler.epoch
@@ -119,10 +116,7 @@ class StreamLoader:
         return {"epoch": running.epoch, "batches": batches, "stream": self._marks(), **running.state(batches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next epoch the rest of the one that the state was taken in.
-
-        Raises ValueError if the state belongs to a stream with other settings, or to another rank.
-        """
+        """Make the next epoch the rest of the one that this stream's state was taken in."""
         self.sampler.set_epoch(state["epoch"])
         self._restored = None
         if not state["batches"]:

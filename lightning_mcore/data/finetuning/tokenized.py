@@ -227,10 +227,7 @@ def _opened(files: Sequence[str], reading: Reading) -> Any:
 
 
 def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
-    """Return the columns of a ``datasets.IterableDataset``; if unknown, of its first row.
-
-    Raises ValueError if its rows have no columns, or a file is broken.
-    """
+    """Return the columns of a ``datasets.IterableDataset``; if unknown, of its first row."""
     with explained(files):
         columns = rows.column_names if rows.column_names is not None else list(next(iter(rows), {}))
         if not columns:

@@ -93,11 +93,7 @@ class Videos:
 
     @cached_property
     def processor(self) -> Any:
-        """The video processor, loaded at first use.
-
-        Raises ModuleNotFoundError without a package that decodes or resizes videos, ValueError if none was given or it
-        cannot be loaded.
-        """
+        """The video processor, loaded at first use; it raises if none was given or a package is missing."""
         _require_packages()
         if self._given is None:
             raise ValueError("video_processor is not given; give a folder or name of a model, or a video processor")

@@ -135,11 +135,7 @@ def build_row(
     vocab_size: int | None = None,
     pad_token: int = 0,
 ) -> dict[str, Tensor]:
-    """Return a packed row of samples, each of at least two tokens; the module docstring lists its tensors.
-
-    Raises ValueError if the samples do not fit, one is empty, ``multiple`` does not divide the row, or a token is
-    outside the vocabulary.
-    """
+    """Return a packed row of samples, each of at least two tokens; the module docstring lists its tensors."""
     # Tokens 11 12 13 14 with mask 0 0 1 1, and 21 22 23 without a mask, in a row of 8 with multiple=2:
     #
     #   tokens             11 12 13  0 21 22  0  0

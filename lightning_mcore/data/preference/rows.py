@@ -172,11 +172,7 @@ class EncodedPair(NamedTuple):
 
 
 class PairEncoder:
-    """Tokenises a prompt with two answers.
-
-    ``one_prompt`` takes the prompt's tokens from the chosen conversation for both; ``most`` limits the tokens of a
-    sequence.
-    """
+    """Tokenises a prompt with two answers; with ``one_prompt``, both have the tokens of the chosen one's prompt."""
 
     def __init__(self, encoder: Encoder, one_prompt: bool, most: int | None) -> None:
         self._encoder = encoder

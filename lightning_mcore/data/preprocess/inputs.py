@@ -207,10 +207,7 @@ def _cut_after(content: mmap.mmap, separator: bytes, start: int, least: int) -> 
 
 
 def check_parquet(file: InputFile, column: str) -> Any:
-    """Return the metadata of a parquet file.
-
-    Raises ModuleNotFoundError without pyarrow, ValueError if the file is damaged or has no such column of text.
-    """
+    """Return the metadata of a parquet file; ValueError if it is damaged or lacks such a column of text."""
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:

@@ -122,20 +122,7 @@ class Summary:
 
 
 def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | None = None) -> Summary:
-    """Make ``OUTPUT.bin`` and ``OUTPUT.idx``, resuming unfinished work.
-
-    Args:
-        options: The options of the command.
-        on_progress: Called with the progress and the total size of the input files in bytes.
-
-    Raises:
-        FileNotFoundError: An input or the tokenizer does not exist.
-        FileExistsError: The dataset already exists.
-        ValueError: A setting is wrong, an input cannot be read, or unfinished work belongs to another command.
-        RuntimeError: Another process is writing the dataset, or a worker died.
-        ModuleNotFoundError: A package that reads the input or the tokenizer is not installed.
-        OSError: A file cannot be read or written.
-    """
+    """Make ``OUTPUT.bin`` and ``OUTPUT.idx``, resuming unfinished work; report bytes done and in all."""
     options.check()
     files, left_out = find_inputs(options.inputs, options.format)
     options.check_formats({file.format for file in files})

@@ -53,11 +53,7 @@ def _digest(content: bytes) -> str:
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
-    """Load a tokenizer from a ``tokenizer.json``, or from a folder or name for AutoTokenizer.
-
-    ``eod_token`` None means the tokenizer's end of sequence. Raises FileNotFoundError if it does not exist, ValueError
-    if it is unreadable or lacks ``eod_token``, ModuleNotFoundError if the package that reads it is not installed.
-    """
+    """Load a ``tokenizer.json``, or a folder or name; ``eod_token`` None means its end of sequence."""
     if os.path.isfile(name):
         return _of_file(name, eod_token)
     try:
@@ -78,10 +74,7 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
 
 
 def auto_tokenizer(name: str) -> Any:
-    """Return a transformers tokenizer by folder or name, without running code from its folder.
-
-    Raises ValueError with the first line of the reason, which callers put into a sentence.
-    """
+    """Return a transformers tokenizer without running its code; ValueError with the first line of the reason."""
     transformers: Any = importlib.import_module("transformers")
     try:
         _check_ids(Path(name, "tokenizer.json"))

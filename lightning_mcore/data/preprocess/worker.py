@@ -118,10 +118,7 @@ def write_tokens(path: str, counts: dict[str, int], lengths: bytes, tokens: byte
 
 
 def read_tokens(path: str) -> tuple[dict[str, int], bytes, bytes]:
-    """Return the counts, lengths and tokens of a piece.
-
-    Raises FileNotFoundError if the file does not exist, ValueError if it is damaged.
-    """
+    """Return the counts, lengths and tokens of a piece; ValueError if its file is damaged."""
     with open(path, "rb") as file:
         content = file.read()
     content, checksum = content[:-4], content[-4:]

@@ -73,11 +73,7 @@ def parse_split(split: str) -> list[tuple[float, float] | None]:
 
 
 def parse_paths(name: str, paths: object) -> Blend:
-    """Return the blend that the argument ``name`` stands for.
-
-    ``paths`` is a prefix, a list of prefixes, or a dict of prefixes and weights. Raises TypeError for anything else;
-    ValueError if it is empty, names a dataset twice, or has a weight that is not positive.
-    """
+    """Return the blend that the argument ``name`` gives: a prefix, a list of them, or a dict with weights."""
     paths = [paths] if isinstance(paths, str) else plain_values(paths)
     if isinstance(paths, dict):
         bad = [key for key, weight in paths.items() if not _is_weight(weight)]
