@@ -162,11 +162,7 @@ def make_data(settings: Mapping[str, Any], kind: type[MCoreFinetuningData]) -> M
 
 
 def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, Any]) -> pl.Trainer:
-    """Seed everything, and build the trainer.
-
-    ``overrides`` replace arguments of ``Trainer``, except ``callbacks`` and ``plugins``, which are added. Raises
-    TypeError for an unknown argument, and ModuleNotFoundError for a logger that is not installed.
-    """
+    """Seed everything, and build the trainer; ``overrides`` replace arguments, or add ``callbacks`` and ``plugins``."""
     _check_names("argument of Trainer", overrides, pl.Trainer)
     if ON_RAY in os.environ:
         from lightning_mcore.ray.launch import worker_arguments

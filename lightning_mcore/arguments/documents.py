@@ -18,11 +18,7 @@ _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|
 
 
 def read_file(path: str | None, what: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a file's keys and values, with the overrides (texts ``key=value``) applied.
-
-    Without a path, there are only the overrides. ``what`` names such a file in errors, for example
-    ``"a file of arguments"``. Raises FileNotFoundError, and ValueError if the file does not hold keys and values.
-    """
+    """Return a file's keys and values, with the overrides (``key=value``) applied; without a path only these."""
     return overridden({} if path is None else _read_keys(path, what), overrides)
 
 

@@ -93,11 +93,7 @@ def begin(path: str) -> str:
 
 
 def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest and put the checkpoint in place of what is at ``path`` (rank 0 only).
-
-    ``files`` holds records of files that their writers have flushed; all other files are flushed and recorded here.
-    Raises ``OSError`` if the disk fails or a file differs from its record.
-    """
+    """Write the manifest and put the checkpoint in place (rank 0 only); ``files`` records those already flushed."""
     path = absolute(path)
     directory = atomic.unfinished(path)
     for name, record in files.items():
@@ -265,10 +261,7 @@ def check_sizes(path: str) -> dict[str, Any]:
 
 
 def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Check size and checksum of every file, and return the manifest; errors as in :func:`check_sizes`.
-
-    ``on_progress`` gets the bytes read so far and in all, from several threads but one at a time.
-    """
+    """Check size and checksum of every file, and return the manifest; ``on_progress`` gets bytes read and in all."""
     while True:
         manifest = check_sizes(path)
         try:

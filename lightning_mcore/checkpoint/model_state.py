@@ -237,10 +237,7 @@ def sharded_tensors(chunks: ModelChunks, index: int) -> Iterator[ShardedTensor |
 
 
 def sharded_chunk(chunks: ModelChunks, index: int, whole: bool = False) -> dict[str, Any]:
-    """Return the sharded state of this rank's chunk number ``index``; its data are the parameters themselves.
-
-    ``whole`` includes frozen weights that checkpoints skip because they come from another place.
-    """
+    """Return this rank's sharded chunk ``index``, with its parameters as data; ``whole`` includes frozen weights."""
     chunk = chunks.bare[index]
     trained_only = getattr(chunk, TRAINED_ONLY, False)
     method = getattr(type(chunk), "sharded_state_dict", None)
@@ -336,10 +333,7 @@ def load(
 
 
 def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
-    """Compare a model's names and shapes, over all ranks, with a checkpoint; collective.
-
-    Projections of a student that is not in training may be missing from the model.
-    """
+    """Compare a model's names and shapes, over all ranks, with a checkpoint; collective."""
     wanted = _global_shapes(tensors_in(model_state))
     found = {name: shape for name, shape in stored.weights().items() if name in wanted or not is_projection(name)}
     return Differences.between(found, wanted)

@@ -255,10 +255,7 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
 
 
 def reload_weights(optimizer: MCoreOptimizer, of_fp8: Mapping[Tensor, Tensor]) -> None:
-    """Copy the weights into the fp32 copies that an optimizer steps.
-
-    ``of_fp8`` has the values of FP8 weights before they were rounded, in the weight's shape.
-    """
+    """Copy the weights, or ``of_fp8`` their values before rounding, into the fp32 copies that an optimizer steps."""
     if any(_is_fully_sharded(part) for part in optimizer_parts(optimizer.megatron)):
         return  # whoever wrote the weights has scattered them
     optimizer.megatron.reload_model_params()

@@ -47,11 +47,7 @@ def upload_files(local_dir: str, path: str) -> None:
 
 
 def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Check that all files have arrived, and upload the manifest (rank 0 only, after every rank has uploaded).
-
-    ``local_dir`` is rank 0's; its files are recorded here unless ``files`` has them. Raises ``ValueError`` for a
-    missing or incomplete file.
-    """
+    """Check that all files have arrived, and upload the manifest; on rank 0, after every rank has uploaded."""
     own = {*files_below(local_dir)} - {MANIFEST_FILE} - {*files}
     records = {**files, **{name: record_file(os.path.join(local_dir, name)) for name in own}}
     fs, root = open_store(path)

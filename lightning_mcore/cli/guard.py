@@ -58,10 +58,7 @@ class Beginning(pl.Callback):
 
 
 def guarded(run: Callable[[Beginning], object]) -> int:
-    """Run a training and return the exit code; an error before it has begun is one sentence.
-
-    ``run`` passes its argument, a callback, to the trainer.
-    """
+    """Run a training with a callback for its trainer, and return the exit code; early errors are one sentence."""
     beginning = Beginning()
     ignore_known_warnings()
     try:

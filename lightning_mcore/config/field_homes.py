@@ -137,10 +137,7 @@ def check_home(name: str) -> None:
 
 
 def unknown_field(name: str, known: Collection[str], of_latent_attention: Collection[str], release: str) -> str:
-    """Return a sentence that rejects a name which is not a field of ``TransformerConfig``.
-
-    ``known`` are the fields of the model's config class, and ``of_latent_attention`` those of multi-latent attention's.
-    """
+    """Return a sentence that rejects a name which is not among the ``known`` fields of ``TransformerConfig``."""
     if name in of_latent_attention:
         return f"{name} is a field of multi-latent attention; set multi_latent_attention=True or remove it"
     close = difflib.get_close_matches(name, known, n=1)

@@ -32,10 +32,7 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
 
 
 def passed_on(given: Mapping[str, Any], *own: str) -> dict[str, Any]:
-    """Return the arguments in the ``locals()`` of a constructor, by name, without the class's ``own``.
-
-    Call it in the first line: ``arguments = passed_on(locals(), "preference")``.
-    """
+    """Return the arguments in a constructor's ``locals()``, read in its first line, without the class's ``own``."""
     return {name: value for name, value in given.items() if name not in ("self", "cls", "__class__", *own)}
 
 

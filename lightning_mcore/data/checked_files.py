@@ -197,11 +197,10 @@ def _damaged(path: str, block: int, blocks: int = 1) -> str:
 
 
 def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bool = True) -> Checksums:
-    """Make a cache folder, unless it exists and its files are unchanged; return its checksums.
+    """Let ``make`` fill a cache folder, unless it exists unchanged; return its checksums.
 
-    ``make`` writes the files into an empty folder that it is given; if it raises, no folder is left behind. ``what``
-    names the files in messages. With ``check``, which one process per machine should set, existing files are compared
-    with their checksums once per process. Raises OSError if the folder cannot be written.
+    If ``make`` raises, no folder is left behind. ``what`` names the files in messages. With ``check``, for one process
+    per machine, existing files are compared with their checksums once per process.
     """
     # Concurrent runs may want the same folder. One of them writes it; the others wait and then find it finished.
     while True:

@@ -111,10 +111,7 @@ def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora
 def merge_adapters(
     chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA, fill: Callable[[], None]
 ) -> None:
-    """Merge adapters into the weights of a model that has none; collective over the world.
-
-    ``fill`` is called when the adapters are on the model, to give them their values.
-    """
+    """Merge adapters into a model that has none; ``fill`` gives them their values; collective over the world."""
     trained = [(p, p.requires_grad) for chunk in chunks.bare for p in chunk.parameters()]
     _put_on(chunks, family, fields, lora)
     fill()
@@ -175,10 +172,7 @@ def _odd(places: Tensor) -> Tensor:
 
 
 def check_held(family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
-    """Raise ValueError for adapters that the model or PEFT has no place for, and weights that cannot be trained whole.
-
-    Builds nothing, so it runs before a model is built and before ranks exist.
-    """
+    """Raise ValueError for adapters without a place, and weights not trainable as a whole; builds nothing."""
     weights = tensor_names(family.in_adapters(), fields)
     _check_experts(weights, lora)
     refused = _NOT_IN_PEFT.get(family.model_type, ())
@@ -418,10 +412,7 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
 
 
 def frozen_columns(base: str, named: str | None, fields: Mapping[str, Any], lora: LoRA) -> dict[str, int]:
-    """Return the columns of a Hugging Face model's frozen weights by Megatron's names; none for a checkpoint.
-
-    ``base`` is a folder or hub name, ``named`` its family's name or path.
-    """
+    """Return the columns of a folder's or hub model's frozen weights by Megatron's names; none for a checkpoint."""
     if is_own_checkpoint(base):
         return {}
     source = HFSource.open(base, named)

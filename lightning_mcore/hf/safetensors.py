@@ -49,9 +49,6 @@ class SafetensorsFolder:
 
     Opens ``model.safetensors`` or its index, or else ``pytorch_model.bin`` or its index. ``unread`` are suffixes of
     tensor names to ignore; one that ends with a dot is a prefix.
-
-    Raises FileNotFoundError if there are no such files or one is missing, ValueError if a file is damaged, the index
-    does not match the files, or the weights are quantised.
     """
 
     def __init__(self, folder: str, unread: tuple[str, ...] = ()) -> None:

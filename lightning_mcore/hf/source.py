@@ -198,10 +198,7 @@ def variant_name(path: str, family: str | None, suffix: str) -> str | None:
 
 
 def require_head(path: str, family: str, suffix: str) -> None:
-    """Raise ValueError for a checkpoint of ``family`` whose model does not have the output layer that ``suffix`` names.
-
-    ``suffix`` is as in :func:`variant_name`. A Hugging Face folder is read by the rules of any output layer.
-    """
+    """Raise ValueError for a checkpoint of ``family`` without the output layer that ``suffix`` names."""
     found = next((kind for kind in (SCORING, HIDDEN) if family.endswith(kind)), "")
     if found == suffix or not is_own_checkpoint(path):
         return

@@ -46,10 +46,7 @@ def difference_from_model(path: str | None, trained: Mapping[str, int]) -> str |
 
 
 def lost_in_export(path: str, tokenizer: Any, template: str, end: int | None) -> Iterator[str]:
-    """Yield what the exported folder of ``path`` will not say about the named template that the data is written with.
-
-    ``end`` is the token that ends a turn under this template, if there is one.
-    """
+    """Yield what an export of ``path`` will not say about the template of the data, whose turns end with ``end``."""
     if tokenizer.chat_template is None:
         yield (
             f"the data is written with the template {template!r}, but the exported folder gets the tokenizer of"

@@ -69,10 +69,7 @@ _ONE_WAY = "models of this type always share channels out that way"
 
 
 def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower: str) -> Family:
-    """Return the family of a text family and a tower.
-
-    ``prefix`` starts the names of the language model's weights, instead of ``model.``; ``tower`` starts the tower's.
-    """
+    """Return the family of a text family and a tower, whose weights' names begin with ``prefix`` and ``tower``."""
     is_partial = TEXT_ROPE in text.config
     rules = [rule for rule in text.config if rule not in (ROPE, TEXT_ROPE, SOFTMAX_ROUTER, ATTENTION_BIAS)]
     if ATTENTION_BIAS in text.config:

@@ -39,8 +39,6 @@ class HFWeights:
     ``shapes`` are the shapes of the whole Megatron model's tensors, by whole name. ``multi_token_layers`` is the
     config's number of multi-token prediction layers, which the model may lack. ``rounds`` allows rounding values that
     are stored in a wider dtype than most weights.
-
-    Raises ValueError if the weights belong to another model: some are missing, unknown, or of another shape.
     """
 
     def __init__(

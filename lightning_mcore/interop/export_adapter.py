@@ -82,9 +82,6 @@ def save_adapter(
     ``replace`` allows replacing a Hugging Face folder at ``out`` once the new one is complete. ``experts`` is the
     layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as PEFT with transformers 5 and vLLM
     from 0.23 read; ``"each"``, a pair for each projection of each expert.
-
-    Raises OSError if the disk reports an error, ValueError if the module has no adapters, the layout cannot hold them,
-    or ``out`` is taken.
     """
     names: Any = module
     lora = check_adapter_export(module, experts)

@@ -83,8 +83,6 @@ class ExportPlan:
     None means the dtypes in the model's source (``stored``), or in the places if ``stored`` is None as well. A file has
     at most ``max_shard_size`` bytes of tensors, unless a single tensor has more. ``read`` returns a place's values;
     None if they can be read only while writing.
-
-    Raises ValueError if the places do not form whole tensors.
     """
 
     def __init__(

@@ -163,10 +163,7 @@ class _Arrival:
 def _memory(
     plan: ExportPlan, files: Sequence[str], transfers: Sequence[_Transfer], leaving: Sequence[_Transfer]
 ) -> tuple[dict[str, Tensor], list[_Arrival], Tensor]:
-    """Allocate all memory of a round: for this rank's file, for rectangles to receive, and for rectangles to send.
-
-    No rank sends before all ranks have allocated, because others would wait forever if one failed halfway.
-    """
+    """Allocate a round's memory for a file, for receiving and for sending; no rank sends before all have it."""
     rank = dist.get_rank()
     own = plan.files[files[rank]] if rank < len(files) else ()
     filled = {name: torch.empty(plan.shapes[name], dtype=plan.dtypes[name]) for name in own}

@@ -277,10 +277,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         return transposed
 
     def _angles(self, context: Any, hidden: Tensor | None, packed: PackedSeqParams | None) -> Any:
-        """Return the rotary angles, [s, 1, 1, channels] fp32, of whole sequences; None if layers rotate by themselves.
-
-        ``hidden`` are the embeddings, None on later stages.
-        """
+        """Return the angles, [s, 1, 1, channels] fp32, of whole sequences; None if layers rotate by themselves."""
         rotary = self.rotary_pos_emb
         if rotary is None:
             return None
@@ -385,10 +382,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         return self.vocab_size // (self.tp_group.size() if self.parallel_output else 1)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the loss of each token, [b, s] fp32, from ``labels`` [b, s] and ``logits`` [s, b, v / tp].
-
-        The logits' padding columns are overwritten.
-        """
+        """Return the loss of each token, [b, s] fp32; overwrites padding columns of ``logits``, [s, b, v / tp]."""
         if self.existing_tokens is not None and self.existing_tokens < self.vocab_size:
             first = logits.size(-1) * self.tp_group.rank() if self.parallel_output else 0
             padding = logits.detach()[..., max(0, self.existing_tokens - first) :]

@@ -52,11 +52,7 @@ class ModelInputs:
 
     @classmethod
     def of(cls, batch: dict[str, Tensor], cp_rank: int = 0, cp_size: int = 1, hybrid: bool = False) -> "ModelInputs":
-        """Read a batch that has been split for this context-parallel rank, perhaps with ``hybrid_context_parallel``.
-
-        Raises ValueError if packed boundaries contradict each other or the batch's length, or if the ranks cannot share
-        a sub-sequence.
-        """
+        """Read a batch that has been split for this context-parallel rank, perhaps with ``hybrid_context_parallel``."""
         tokens, labels = batch["tokens"], batch.get("labels")
         loss_mask = batch.get("loss_mask")
         if labels is not None:

@@ -129,10 +129,7 @@ class PaddedRows:
         return values.gather(1, index.view(*index.shape, *(1,) * (values.dim() - 2)).expand(values.shape))
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return each token's target, [b, s]: the next token's label, or -100.
-
-        Raises ValueError if the shape is not the tokens', or padding has a label.
-        """
+        """Return each token's target, [b, s]: the next token's label, or -100."""
         if labels.shape != self.shape:
             raise ValueError(
                 f"labels have the shape {list(labels.shape)} and input_ids {list(self.shape)}; give one for each token"

@@ -166,10 +166,7 @@ def check_quantized_layers(transformer_impl: str) -> None:
 
 
 def check_blocks(columns: Mapping[str, int], tp: int, etp: int) -> None:
-    """Raise ValueError for sizes whose rows do not hold whole blocks on each rank.
-
-    ``columns`` is by Megatron's weight names; ``tp`` ranks share a dense weight, ``etp`` a routed expert's.
-    """
+    """Raise ValueError for ``columns``, by Megatron's weight names, whose rows on a rank are not whole blocks."""
     for name, whole in columns.items():
         if name.startswith("decoder.") and name.endswith(".weight") and ("linear_" in name or "_latent_proj" in name):
             is_split = name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight"))
@@ -185,11 +182,7 @@ def _require_blocks(name: str, columns: int) -> None:
 
 
 def quantize(layer: Any, projections: Sequence[Projection], split: int | None, double_quantization: bool) -> None:
-    """Keep a linear layer's weight in 4 bits, in place; collective over the ranks that share it.
-
-    The layer has its weight and, if any, its adapters. ``split`` is as in ``adapted_layers.adapt``. Raises ValueError
-    if a row does not hold whole blocks.
-    """
+    """Keep a layer's weight, and not its adapters, in 4 bits, in place; collective over the ranks that share it."""
     _require_blocks(projections[0].name, layer.weight.shape[1])
     stored = NF4Weight(layer.weight.detach(), projections, group_of(layer), split, double_quantization)
     del layer.weight

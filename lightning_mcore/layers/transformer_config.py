@@ -106,11 +106,7 @@ def _is_function_of(modules: tuple[str, ...], path: str) -> bool:
 
 
 def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]) -> TransformerConfig:
-    """Build Megatron's config from the model's fields, our :data:`DEFAULTS`, and the fields of strategy and precision.
-
-    ``fields`` have passed :func:`check_transformer_fields`; ``owned`` is ``MCoreModule.megatron_fields()`` and other
-    values from outside the dict. Raises ValueError if a field is in both, or Megatron rejects the values.
-    """
+    """Build Megatron's config from checked fields, :data:`DEFAULTS`, and ``owned`` fields of the strategy."""
     if doubled := sorted(fields.keys() & owned.keys()):
         raise ValueError(f"{doubled[0]} is given in transformer and by the strategy; remove it from transformer")
     hints = _hints(fields)

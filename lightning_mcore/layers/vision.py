@@ -66,10 +66,7 @@ class VisionInputs(ModelInputs):
         )
 
     def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
-        """Return :class:`VisionGPT`'s arguments except tokens, positions, mask and labels.
-
-        Raises ValueError if Megatron's fused rotary embedding would use the first row's positions for all rows.
-        """
+        """Return :class:`VisionGPT`'s arguments except tokens, positions, mask and labels."""
         if config.apply_rope_fusion and (self.packed is not None or len(self.tokens) > 1):
             rows = "packed rows" if self.packed is not None else f"{len(self.tokens)} rows"
             raise ValueError(

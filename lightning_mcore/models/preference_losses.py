@@ -24,10 +24,7 @@ from lightning_mcore.config.preference import Preference
 
 
 def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Return DPO's loss, ``-log sigmoid(beta * delta)``; with label smoothing, cDPO's.
-
-    ``label_smoothing`` is the probability that a pair has the wrong order.
-    """
+    """Return DPO's loss, ``-log sigmoid(beta * delta)``; with ``label_smoothing``, cDPO's."""
     # delta 5 and beta 0.1 are a margin of 0.5: the loss is 0.474, and 0.524 with a smoothing of 0.1
     margin = beta * delta
     if not label_smoothing:
@@ -36,10 +33,7 @@ def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float = 0.0) -> Te
 
 
 def robust_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """Return an unbiased estimate of DPO's loss on correctly ordered pairs, from pairs that may be swapped.
-
-    ``label_smoothing`` is the probability of the wrong order, below 0.5.
-    """
+    """Return an unbiased estimate of DPO's loss, from pairs with the wrong order at a probability below 0.5."""
     margin = beta * delta
     right, wrong = -logsigmoid(margin), -logsigmoid(-margin)
     return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
@@ -70,10 +64,7 @@ def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> Tensor:
-    """Return ``-log sigmoid(beta * (chosen - rejected) - gamma)``, from mean log-probabilities per token.
-
-    ``gamma`` is the target margin between the rewards.
-    """
+    """Return ``-log sigmoid(beta * (chosen - rejected) - gamma)``, from mean log-probabilities per token."""
     return -logsigmoid(beta * (chosen - rejected) - gamma)
 
 
@@ -105,10 +96,7 @@ def bco_term(chosen_reward: Tensor, rejected_reward: Tensor, baseline: Tensor | 
 
 
 def reward_model_loss(chosen: Tensor, rejected: Tensor, center: float = 0.0) -> Tensor:
-    """Return a reward model's loss, ``-log sigmoid(chosen - rejected) + center * (chosen + rejected) ** 2``.
-
-    ``chosen`` and ``rejected`` are scores; the second term keeps them around 0.
-    """
+    """Return ``-log sigmoid(chosen - rejected) + center * (chosen + rejected) ** 2``, from scores."""
     return -logsigmoid(chosen - rejected) + center * (chosen + rejected) ** 2
 
 

@@ -139,10 +139,7 @@ class VisionTeacher(Teacher, MCoreVisionGPT):
     """The teacher of a student that sees images."""
 
     def check_settings(self) -> None:
-        """Check the settings as ``MCoreVisionGPT`` does.
-
-        Raises ValueError also if the first stage has too few of the teacher's layers for outputs from inside its tower.
-        """
+        """Check the settings as ``MCoreVisionGPT`` does."""
         layers = layers_of_first_chunk(self._build_config())
         Vision.check_first_stage(self.vision.deepstack, layers, self._starts_from)
         super().check_settings()

@@ -46,11 +46,7 @@ def follow_user_groups(megatron: MegatronOptimizer, user_groups: Sequence[Mappin
 
 
 def fused_kernel(group: Mapping[str, Any]) -> dict[str, bool]:
-    """Return ``{"fused": True}`` for a torch optimizer's group on a GPU whose user chose no kernel.
-
-    torch's default makes several passes over memory, with temporary tensors as large as the group. TransformerEngine's
-    groups have no ``fused``.
-    """
+    """Return ``{"fused": True}`` for torch's optimizers on a GPU, which otherwise make several passes over memory."""
     if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
         return {}
     if group.get("capturable") or group.get("differentiable"):

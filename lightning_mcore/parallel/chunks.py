@@ -327,10 +327,7 @@ def _forget_earlier_run(modules: Sequence[nn.Module]) -> None:
 
 
 def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
-    """Remove hooks and gradient buffers from the parameters, so that another wrapper can use them.
-
-    Not collective, because it also runs after an exception. Returns the same chunks without wrappers.
-    """
+    """Return the chunks without wrappers, hooks and gradient buffers; not collective: it also follows exceptions."""
     for modules in chunks.uncalled.values():
         modules.close()
     are_lost = False

@@ -35,10 +35,7 @@ _Parameter = Any  # with attributes of Megatron's
 
 
 class FullyShardedChunk(FullyShardedDataParallel):  # type: ignore[misc]  # megatron-core has no type information
-    """A chunk whose parameters, gradients and optimizer state are sharded over the data-parallel ranks.
-
-    All ranks have the same weights before. Raises ValueError for a model without Megatron's transformer layers.
-    """
+    """A chunk whose parameters, gradients and optimizer state are sharded over the data-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
         if not any(isinstance(layer, TransformerLayer) for layer in module.modules()):

@@ -156,10 +156,7 @@ def process_groups_are_open() -> bool:
 
 
 def open_single_process() -> bool:
-    """Make a default process group of one rank if there is none, so that Megatron layers run in a plain process.
-
-    Returns whether it made one; the caller must then close it with ``torch.distributed.destroy_process_group``.
-    """
+    """Make a process group of one rank if there is none, and return whether; the caller must close it."""
     if dist.is_initialized():
         return False
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -229,10 +226,7 @@ def _open_context_segments(layout: ParallelLayout, timeout: timedelta) -> dict[i
 
 
 def context_segment(size: int) -> dist.ProcessGroup | None:
-    """Return the group of ``size`` neighbouring context-parallel ranks that this rank is in; None for one rank.
-
-    ``parallel/context.py`` describes these segments.
-    """
+    """Return the group of ``size`` neighbouring context-parallel ranks that this rank is in; None for one."""
     return None if size == 1 else _opened.segments[size]
 
 

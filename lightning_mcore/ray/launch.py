@@ -44,10 +44,7 @@ _worker: _Worker | None = None
 
 
 def worker_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``Trainer`` for a worker of :func:`launch`.
-
-    Arguments in ``given`` that depend on Ray's workers are replaced; ``plugins`` and ``callbacks`` are added to.
-    """
+    """Return ``Trainer``'s arguments for a worker: ``given`` with Ray's ranks, plugins and callbacks."""
     assert _worker is not None
     context, settings = ray.train.get_context(), _worker.settings
     world, here = context.get_world_size(), context.get_local_world_size()
@@ -81,9 +78,6 @@ def launch(
     without a dashboard and with a small object store. What rank 0 prints is printed here. ``sizes`` has the admissible
     numbers of workers with ``accumulate_grad_batches`` for each, as from ``elastic_sizes``. Every machine must be able
     to import the function. Without ``gpus``, each worker takes a GPU if the cluster has any.
-
-    Raises ``RuntimeError`` under torchrun or srun, ``ValueError`` if Ray has too little room or the machines share no
-    folder, ``ray.train.WorkerGroupError`` if the function failed on a worker more often than ``max_failures``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(

@@ -334,10 +334,7 @@ def check_dispatched_shapes(
 
 
 def stop_iteration_is_an_error(hook: Callable[P, T]) -> Callable[P, T]:
-    """Turn a StopIteration from the user's code into a RuntimeError, as Python does for generators.
-
-    Lightning's loops would take it for the end of the data, and end the epoch only on this rank.
-    """
+    """Turn the user's StopIteration into a RuntimeError, which loops do not take for the end of data."""
 
     @functools.wraps(hook)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -122,10 +122,7 @@ class PipelineEvaluation:
     def _whole_output(
         self, step: str, parts: Sequence["Microbatch"], outputs: Sequence[Any], part_rows: int | None
     ) -> Any:
-        """Return a step's output for a batch on every stage; ``outputs`` is empty on all stages but the last.
-
-        Raises ``ValueError``, on every stage, if the outputs for the parts cannot be joined.
-        """
+        """Return a step's output for a batch on every stage; ``outputs`` is empty on all stages but the last."""
         output: Any = outputs[0] if outputs else None
         if len(outputs) > 1:
             assert isinstance(self._module, MCoreModule)  # other modules' steps see complete batches

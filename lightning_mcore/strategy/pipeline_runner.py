@@ -96,11 +96,7 @@ def wrap_pipeline(
     pipeline: Pipeline,
     ddp_config: DistributedDataParallelConfig | None,
 ) -> ModelChunks:
-    """Wrap the chunks of a model that was built with ``pipeline()``; without ``ddp_config`` only for evaluation.
-
-    Raises ``ValueError`` if the model does not fit the layout, or the module is compiled or runs backward itself;
-    ``TypeError`` if a step draws its batches itself.
-    """
+    """Wrap the chunks of a model that was built with ``pipeline()``; without ``ddp_config`` only for evaluation."""
     if strategy._layer_sync is not None:  # Lightning's plugin for Trainer(sync_batchnorm=True)
         raise ValueError(NO_SYNC_BATCHNORM)
     if ddp_config is not None:
@@ -253,10 +249,7 @@ class PipelineRunner:
         return loss if last_output is None else {**last_output, "loss": loss}
 
     def _pad(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Repeat the last microbatch, with weight zero, until an interleaved schedule has complete groups.
-
-        Raises ``RuntimeError`` with experts or multi-token prediction, whose losses a repeated microbatch changes.
-        """
+        """Repeat the last microbatch, with weight zero, until an interleaved schedule has complete groups."""
         missing = -len(microbatches) % self.microbatch_multiple
         config = self._chunks.config
         if missing and (config.num_moe_experts or config.mtp_num_layers):

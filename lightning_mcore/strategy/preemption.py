@@ -278,10 +278,7 @@ def install_sigterm_handler(trainer: pl.Trainer) -> None:
 
 
 def shield_workers(loader: DataLoader[Any], trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
-    """Let a loader's workers outlive the signals that a PreemptionCheckpoint handles; ``restores`` undoes it.
-
-    Schedulers send a signal to every process of the job, and a worker that ends too early ends the run.
-    """
+    """Let a loader's workers outlive signals that a PreemptionCheckpoint handles; ``restores`` undoes it."""
     callbacks = [it for it in trainer.callbacks if isinstance(it, PreemptionCheckpoint)]  # type: ignore[attr-defined]
     names = {name for callback in callbacks for name in (*callback.signals, _requeue_signal(trainer)) if name}
     if names and not isinstance(loader.worker_init_fn, _Shield):

@@ -37,10 +37,7 @@ def cast(values: Tensor, dtype: Any) -> Tensor:
 def scale_of(
     amax: Tensor, top: float, epsilon: float = 0.0, power_of_two: bool = False, limit: float = LARGEST_FP32
 ) -> Tensor:
-    """Return the factor by which ``amax`` becomes ``top``, fp32; 1 where amax is 0, infinite or NaN.
-
-    A smaller amax than ``epsilon`` is replaced by it; ``limit`` is the scale where ``top / amax`` overflows.
-    """
+    """Return the factor, fp32, by which ``amax`` or ``epsilon`` becomes ``top``; 1 where amax is 0, infinite or NaN."""
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     ratio = torch.full_like(amax, top) / amax  # a Python number divided by a tensor is rounded twice
     scale = torch.where(amax.isfinite() & (amax != 0), ratio, torch.ones_like(amax))

@@ -150,9 +150,9 @@ def _text(fields: Mapping[str, Any], key: str | None, name: str) -> str:
 class FactoryData(MCoreFinetuningData):
     """The datasets of a training file.
 
-    ``readings`` and ``evaluation`` say how to read each dataset; with ``streaming`` there must be exactly one to train
-    on. ``packing`` packs conversations as in ``MCoreFinetuningData``, and cuts joined texts into blocks
-    (:class:`TextBlocks`). ``settings`` are other arguments of ``MCoreFinetuningData``.
+    ``readings`` and ``evaluation`` say how to read each dataset; a stream trains on exactly one. ``packing`` packs
+    conversations, and cuts joined texts into blocks (:class:`TextBlocks`). ``settings`` are other arguments of
+    ``MCoreFinetuningData``.
     """
 
     def __init__(

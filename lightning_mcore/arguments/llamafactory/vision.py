@@ -39,11 +39,7 @@ class VisionKeys:
 
 
 def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool, depends: bool = False) -> None:
-    """Raise ValueError for keys that do not fit the kind of model, and for limits that contradict each other.
-
-    ``given`` has all keys of the file; ``sees`` says whether the model is read with a vision tower, and ``depends``
-    whether that depends on the datasets.
-    """
+    """Raise ValueError for keys that do not fit the kind of model, and limits that contradict each other."""
     if not sees:
         # A key at its default is allowed, because files often spell out defaults.
         for field in fields(VisionKeys):

@@ -358,10 +358,7 @@ def _check_balancing(config: "TransformerConfig") -> None:
 
 
 def check_normalization(normalization: LossNormalization, config: Any) -> None:
-    """Raise ValueError for a normalization that is unknown, or that does not work with the layers' own losses.
-
-    These losses would be weighted by tokens and divided by samples.
-    """
+    """Raise ValueError for a normalization that is unknown, or that the layers' own losses do not allow."""
     require_choice("normalization", normalization, LossNormalization)
     if normalization == "tokens" or not config.calculate_per_token_loss:
         return
@@ -373,10 +370,7 @@ def check_normalization(normalization: LossNormalization, config: Any) -> None:
 
 
 def weighted_by_tokens(config: Any) -> list[str]:
-    """Return the fields that give layers losses of their own, which ``calculate_per_token_loss`` weights by tokens.
-
-    ``config`` is the model's config, or any object with some of its fields; missing ones have their defaults.
-    """
+    """Return the set fields that give layers losses of their own, which Megatron weights by tokens."""
     fields = {**_LAYER_LOSSES, **vars(config)}
     coefficients = fields["moe_aux_loss_coeff"]
     balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)

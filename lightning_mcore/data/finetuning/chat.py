@@ -36,10 +36,6 @@ class ChatEncoder:
     the full text. This raises ValueError for a template that writes earlier turns differently once more messages
     follow. Without a chat template only a single exchange can be written: the prompt, with the special tokens that the
     tokenizer puts before a text, the response, and the EOS token.
-
-    Raises TypeError unless the tokenizer is one of ``transformers``; ValueError if it has neither a chat template nor
-    an EOS token, or cannot return token offsets; ModuleNotFoundError if it has a chat template and ``jinja2`` is
-    missing.
     """
 
     def __init__(self, tokenizer: Any, loss_on: LossOn = "assistant") -> None:
@@ -358,9 +354,6 @@ class TemplateEncoder:
     A conversation is a system text, if there is one, and *exchanges*: a user turn and an answer. Each exchange becomes
     two lists of tokens, prompt and answer. With ``longest``, exchanges are cut as in LLaMA-Factory, so that a long
     prompt does not push out its answer; exchanges that no longer fit are left out.
-
-    Raises TypeError unless the tokenizer is one of ``transformers``, ValueError if it lacks a token that the template
-    needs.
     """
 
     def __init__(
@@ -380,11 +373,7 @@ class TemplateEncoder:
         self._eos = end_of_turn(tokenizer, template)
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
-        """Return the tokens of a conversation; an empty sample if it has no text to learn.
-
-        After an optional system message, user and assistant must alternate; otherwise this raises ValueError, as it
-        does if the template cannot write several turns. Errors call the conversation ``name``.
-        """
+        """Return the tokens of a conversation whose turns alternate; an empty sample without text to learn."""
         system, prompts, answers = self._turns(messages, name)
         taught = answers[-1:] if self.loss_on == "last_assistant" else answers
         if not any(text.strip() for text in taught + (prompts if self.loss_on == "all" else [])):
@@ -476,11 +465,7 @@ class TemplateEncoder:
 
 
 class DocumentEncoder:
-    """Tokenises documents for pretraining; the text and the token that ends it are learnt.
-
-    ``template`` names the token, else it is the tokenizer's EOS; ValueError if the tokenizer lacks it. ``begins``
-    writes BOS before each text, if the tokenizer writes one itself.
-    """
+    """Tokenises documents for pretraining: perhaps BOS (``begins``), the text, and the token that ends it."""
 
     def __init__(self, tokenizer: Any, template: ChatTemplate | None = None, begins: bool = False) -> None:
         require_tokenizer(tokenizer)

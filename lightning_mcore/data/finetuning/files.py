@@ -27,8 +27,6 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
     """Return the files that the setting ``name`` stands for, sorted within each folder and pattern.
 
     ``given`` is a file, a folder (all data files in it), a pattern such as ``"data/*.jsonl"``, or a list of these.
-    Raises FileNotFoundError if one has no file, ValueError for another kind of file, both kinds at once, or a file
-    named twice.
     """
     found: list[str] = []
     for place in [given] if isinstance(given, str | os.PathLike) else given:
@@ -114,10 +112,7 @@ def explained(files: Sequence[str]) -> Iterator[None]:
 
 
 def require_same_columns(files: Sequence[str]) -> None:
-    """Raise ValueError unless all files have the same columns.
-
-    Only the first row of a JSON file is read, and the others only if its columns differ from the first file's.
-    """
+    """Raise ValueError unless all files have the same columns; usually only the first rows are read."""
     reason = _different_columns(files)
     if reason is not None:
         raise ValueError(reason)

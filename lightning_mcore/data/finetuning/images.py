@@ -94,10 +94,7 @@ class ImageReading(Reading):
         return {_IMAGES: List({**file, **count}), _VIDEOS: videos, _UNREADABLE: "bool"}
 
     def encoded(self, reader: RowReader, encoder: Encoder, row: Row, index: int, name: str) -> dict[str, Any]:
-        """Return the cache's columns of a row; tokens of images and videos never count in the loss.
-
-        If an image or a video was cut, wholly or in part, the row keeps its images and videos but has no tokens.
-        """
+        """Return a row for the cache, whose media count in no loss; if one was cut, the row has no tokens."""
         row, given = _with_markers(row, self.columns_seen, name)
         messages = reader.messages(row, name)
         unreadable = False

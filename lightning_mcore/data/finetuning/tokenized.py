@@ -118,9 +118,6 @@ def tokenize_files(
     if the row has nothing to learn; ``length``, the places that the sample takes in a row; ``num_targets``;
     ``largest``, the largest token. ``check`` compares the cache with its checksums, which one process on each machine
     should.
-
-    Raises ValueError for a broken file, a missing column, or a row that makes no conversation or that the tokenizer
-    cannot write, TypeError for a value that should be text, ModuleNotFoundError without ``datasets``.
     """
     encoder = reading.encoder(tokenizer)
     key = _key(files, tokenizer, reading)

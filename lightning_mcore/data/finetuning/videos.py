@@ -63,10 +63,10 @@ class Taken:
 
 
 class Videos:
-    """Reads the videos of rows for a model; ``arguments/llamafactory`` derives one that samples like LLaMA-Factory.
+    """Reads the videos of rows for a model.
 
     ``given`` is the model's video processor, or its folder or name; None rejects videos. ``fps`` and ``maxlen`` are
-    ``MCoreVisionData``'s ``video_fps`` and ``video_maxlen``; ValueError and TypeError reject unusable ones.
+    ``MCoreVisionData``'s ``video_fps`` and ``video_maxlen``.
     """
 
     def __init__(self, given: Any, fps: float = 2.0, maxlen: int | None = None) -> None:

@@ -269,10 +269,7 @@ class PackedParts:
 
 
 def multiple_in(multiple: int, width: int, ranks: int) -> int:
-    """Return the multiple to which sequences are padded that ``width`` of a row's ``ranks`` share.
-
-    ``multiple`` is for all ranks: two slices for each, or more. A rank alone needs no padding.
-    """
+    """Return the multiple to which sequences are padded that ``width`` of a row's ``ranks`` share; 1 for one alone."""
     if width == 1 < ranks:
         return 1
     share, rest = divmod(multiple * width, ranks)

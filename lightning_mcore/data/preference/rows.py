@@ -74,11 +74,7 @@ def partner_of(row: Row) -> dict[str, Any]:
 
 
 class PreferenceReader:
-    """Turns rows of one form into prompts with two answers.
-
-    ``needed`` are the columns that each row must have; ``tag`` is the one that marks desirable examples, None for
-    pairs. Raises ValueError if the columns fit none of the forms.
-    """
+    """Turns rows with the ``needed`` columns into prompts with two answers; ``tag`` marks desirable ones, if any."""
 
     def __init__(self, columns: Iterable[str]) -> None:
         present = list(columns)
@@ -107,11 +103,7 @@ class PreferenceReader:
         self._kind: str = kind
 
     def messages(self, row: Row, name: str) -> PreferenceRow:
-        """Return the prompt and the answers of a row.
-
-        If there is a :attr:`tag`, ``row`` includes the partner's columns. Raises ValueError for a missing column, an
-        unknown role or a tool call, TypeError for a value of the wrong type.
-        """
+        """Return the prompt and the answers of a row, which with a :attr:`tag` includes its partner's columns."""
         if self.tag is None:
             return preference_row(self._answered(row, "chosen", name), self._answered(row, "rejected", name))
         answer = "completion" if self.tag == "label" else None

@@ -52,9 +52,7 @@ class UnfinishedDataset:
     """The dataset of one prefix while it is made.
 
     ``command`` is everything that decides the content, under names that a user knows. ``overwrite`` replaces a finished
-    dataset of that name, and unfinished work of another command. Raises FileExistsError if the dataset exists,
-    ValueError if the unfinished work is damaged or belongs to another command, RuntimeError if another process writes
-    it, or OSError.
+    dataset of that name, and unfinished work of another command.
     """
 
     def __init__(self, prefix: str, command: dict[str, Any], overwrite: bool) -> None:

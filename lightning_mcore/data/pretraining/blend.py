@@ -191,9 +191,7 @@ def require_helpers() -> None:
 def build(request: SplitRequest, cache_dir: str) -> Rows:
     """Return the samples of a split, in the order in which all ranks together read them; collective if connected.
 
-    ``cache_dir`` holds Megatron's index files and must be visible to every machine. Raises FileNotFoundError if a
-    dataset is missing or a machine does not see the folder, ValueError if a dataset is damaged or too small, OSError if
-    the folder cannot be written.
+    ``cache_dir`` holds Megatron's index files and must be visible to every machine.
     """
     folder = run_on_rank0(lambda: _prepare(request, os.path.abspath(cache_dir)))
     return run_on_all_ranks(lambda: _load(request, folder))
