@@ -85,8 +85,8 @@ class Preference:
             loss of its pair.
         bco_weight: Weight of BCO's term, which compares the rewards of both answers with the mean reward so far; the
             loss becomes ``(loss + bco_weight * term) / (1 + bco_weight)``.
-        ld_alpha: Weight, 0 to 1, of the longer answer's tokens beyond the length of the shorter one (LD-DPO), only in
-            the trained model's sums; None for 1.
+        ld_alpha: Weight, 0 to 1, of the longer answer's tokens beyond the length of the shorter one (LD-DPO), only for
+            the trained model, and in its supervised loss too; None for 1.
         reference: Folder, hub name or checkpoint of the reference model; None for the model as it is when training
             begins, which with LoRA is the model without its adapters.
         precompute_reference: True computes the reference's log-probabilities once, before training, and keeps them with

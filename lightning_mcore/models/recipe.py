@@ -272,6 +272,14 @@ class Recipe:
         from transformers import get_scheduler
 
         options = self.lr_scheduler_kwargs or {}
+        decay = options.get("num_decay_steps") or 0
+        if total is not None and warmup + decay > total:
+            from lightning.pytorch.utilities import rank_zero_warn
+
+            rank_zero_warn(
+                f"warmup_steps={warmup} and num_decay_steps={decay} are more than the {total} steps of the run, so the"
+                " learning rate jumps in between; choose fewer, or more steps"
+            )
         try:
             scheduler: LRScheduler = get_scheduler(self.lr_scheduler_type, optimizer, warmup, total, options)
         except (TypeError, ValueError) as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_mcore.data.appended import appending
 from lightning_mcore.data.packing.rows import packing_multiples
@@ -62,6 +62,12 @@ class StoredLogits:
         told, numbers = run_on_rank0(partial(_read, folder))
         self.teacher_mark: str | None = told.get("teacher")
         self.tokens: int = told.get("tokens", module.vocab_size)
+        named = told.get("teacher_name", setting.teacher)
+        if named != setting.teacher:
+            rank_zero_warn(
+                f"{self._name} has logits of teacher={named!r}, which a run with teacher={setting.teacher!r} reads all the"
+                " same; give another folder if these are two models"
+            )
         for name, now in self._about.items():
             if told and told[name] != now:
                 what = "other training data, or another order of it" if name == "data" else f"{name}={told[name]}"
@@ -99,6 +105,7 @@ class StoredLogits:
         told = {
             **self._about,
             "teacher": module.teacher_mark,
+            "teacher_name": module.distillation.teacher,
             "tokens": tokens,
             "targets": int(self.samples.offsets[-1]),
         }

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -36,7 +37,7 @@ from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.interop.export import export_checkpoint
 from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.hidden_states import PROJECTIONS
-from lightning_mcore.models import generation
+from lightning_mcore.models import generation, stored_logits
 from lightning_mcore.parallel.groups import process_group
 from tests.parity.global_tensors import whole_gradients
 from tests.parity.hf_training import KeepsGradients, Part, differing_gradients, differing_values, on_disk
@@ -574,7 +575,11 @@ def test_stored_logits_train_like_the_teacher_on_every_layout(tmp_path: Path) ->
 def stored_elsewhere(folder: str, teacher: str, files: str, out: str) -> list[list[list[float]]]:
     """Store logits on four tensor-parallel ranks without a step; train on them on four data-parallel ranks."""
     stored = losses_of_files(Layout(tp=4, sp=True), folder, files, False, steps=0, teacher=teacher, stored=out)
-    return [stored, losses_of_files(Layout(dp=4), folder, files, False, teacher="nowhere", stored=out)]
+    with mock.patch.object(stored_logits, "rank_zero_warn") as warn:
+        found = losses_of_files(Layout(dp=4), folder, files, False, teacher="nowhere", stored=out)
+    [(message,)] = [call.args for call in warn.call_args_list]
+    assert message.startswith(f"stored={out!r} has logits of teacher={teacher!r}, which a run with teacher='nowhere'")
+    return [stored, found]
 
 
 def test_a_teacher_runs_on_a_layout_of_its_own(tmp_path: Path) -> None:

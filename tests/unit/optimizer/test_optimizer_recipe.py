@@ -2,6 +2,7 @@
 """The optimizer of ``MCoreGPT`` and the course of its learning rate, by name."""
 
 import math
+import warnings
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,15 @@ def test_options_reach_the_course() -> None:
     assert (
         rates(10, lr_scheduler_type="warmup_stable_decay", warmup_steps=2, lr_scheduler_kwargs=stable)[2:7] == [1] * 5
     )
+
+
+def test_decay_steps_that_leave_no_room_for_the_warm_up_give_a_warning() -> None:
+    options: dict[str, Any] = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 8}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rates(10, warmup_steps=2, **options)
+    with pytest.warns(UserWarning, match="warmup_steps=3 and num_decay_steps=8 are more than the 10 steps of the run"):
+        rates(10, warmup_steps=3, **options)
 
 
 def test_a_warm_up_below_one_is_a_share_of_all_steps_rounded_up() -> None:
