@@ -73,7 +73,10 @@ def test_options_reach_the_course() -> None:
 
 
 def test_decay_steps_that_leave_no_room_for_the_warm_up_give_a_warning() -> None:
-    options: dict[str, Any] = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 8}}
+    options: dict[str, Any] = {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 8},
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rates(10, warmup_steps=2, **options)
