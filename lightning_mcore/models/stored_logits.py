@@ -65,8 +65,8 @@ class StoredLogits:
         named = told.get("teacher_name", setting.teacher)
         if named != setting.teacher:
             rank_zero_warn(
-                f"{self._name} has logits of teacher={named!r}, which a run with teacher={setting.teacher!r} reads all the"
-                " same; give another folder if these are two models"
+                f"{self._name} has logits of teacher={named!r}, which a run with teacher={setting.teacher!r} reads all"
+                " the same; give another folder if these are two models"
             )
         for name, now in self._about.items():
             if told and told[name] != now:
