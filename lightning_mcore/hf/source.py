@@ -40,7 +40,8 @@ _MOST_LABELS = 1_000_000
 _DESCRIPTIONS = ("*.json",)
 _DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
 _PICKLED = ("pytorch_model*.bin",)
-_NOT_DOWNLOADED = ("*/*", "consolidated*")  # patterns match in subfolders too, which hold the weights once more
+# Patterns match in subfolders too, which hold the weights once more, and additional_chat_templates/*.jinja
+_NOT_DOWNLOADED = ("*/*[!a]", "consolidated*")
 
 _KEPT = sorted(MODULE_FIELDS - {"make_vocab_size_divisible_by", "transformer_impl"})  # of the model, not of its runs
 

@@ -7,7 +7,7 @@ cases the config is read back and must describe the exported model, because a sl
 compute other numbers.
 """
 
-import fnmatch
+import glob
 import json
 import os
 import shutil
@@ -43,7 +43,7 @@ from lightning_mcore.hf.weight_rules import Shape
 
 _TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "*.jinja"),
+    *("chat_template*", "*.jinja", "additional_chat_templates/*.jinja"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 _CODE_FILES = ("*.py",)  # copied for a config with auto_map
@@ -290,11 +290,9 @@ def _folder_of(path: str | None) -> str | None:
 def _copy(source: str | None, patterns: tuple[str, ...], folder: str) -> list[str]:
     if source is None:
         return []
-    names = [
-        name
-        for name in sorted(os.listdir(source))
-        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns) and os.path.isfile(os.path.join(source, name))
-    ]
+    found = sorted({name for pattern in patterns for name in glob.glob(pattern, root_dir=source)})
+    names = [name for name in found if os.path.isfile(os.path.join(source, name))]
     for name in names:
+        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
         shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
     return names

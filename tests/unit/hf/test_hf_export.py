@@ -255,7 +255,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_command_takes_a_model_there_and_back(
     tiny: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, _ = tiny
+    model = Path(shutil.copytree(tiny[0], tmp_path / "model"))
+    templates = {"chat_template.jinja": "{{ messages }}", "additional_chat_templates/tool_use.jinja": "{{ tools }}"}
+    for name, text in templates.items():
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(text)
     checkpoint, out = str(tmp_path / "made.ckpt"), tmp_path / "deep" / "out"
     assert cli.main(["import", str(model), checkpoint]) == 0
     assert cli.main(["export", checkpoint, str(out), "--max-shard-size", "60KB"]) == 0
@@ -266,7 +270,9 @@ def test_the_command_takes_a_model_there_and_back(
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
     copied = {"tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"}
-    assert {name for name in os.listdir(out) if "safetensors" not in name} == copied
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert {name for name in names if "safetensors" not in name} == copied | templates.keys()
+    assert all((out / name).read_text() == text for name, text in templates.items())
     files = [path for path in out.iterdir() if path.suffix == ".safetensors"]
     assert len(files) > 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {stat.S_IMODE((out / "config.json").stat().st_mode)}
