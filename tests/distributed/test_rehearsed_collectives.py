@@ -66,10 +66,7 @@ for groups in (1, 2, 4):  # whose B and C 4 ranks gather, but for 4 groups
     mamba = {"mamba_num_groups": groups, "mamba_state_dim": 48 // groups, "mamba_num_heads": 8, "mamba_head_dim": 4}
     settings = {"layer_pattern": "[M-][*-]" * 2, "mamba": {**mamba, "mamba_conv_kernel_dim": 3}}
     RUNS[f"mamba-{groups}-groups"] = run(**TP2, context_parallel_size=2, model={"architecture": settings})
-SOON = (
-    *("mamba-1-groups", "mamba-4-groups"),
-    *("dpo-tp2-sp-pp2", "images-tp2-sp", "lora-tp2-sp-dp2-do", "pp2-cp2", "tp2-sp-dp2-do", "tp2-sp-dp2-overlap"),
-)
+SOON = (*("dpo-tp2-sp-pp2", "images-tp2-sp", "lora-tp2-sp-dp2-do", "mamba-1-groups", "pp2-cp2", "tp2-sp-dp2-overlap"),)
 Found = dict[tuple[str, str], tuple[int, int]]
 
 
@@ -150,7 +147,7 @@ def test_parameters_and_collectives_are_those_of_real_ranks(rehearsed: dict[str,
         assert {key: value for key, value in found.items() if key[0] in KINDS.values()} == collectives
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", thorough_but([1, 2], 1))
 def test_what_groups_shared_by_ranks_send_is_planned(groups: int) -> None:
     """Beside a model of as many channels whose groups the ranks divide."""
     gathers, divides = (f"mamba-{number}-groups" for number in (groups, 4))

@@ -107,21 +107,24 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
             *HIDDEN,
         ),
         Layout(pp=2): (
-            *DENSE,
+            DENSE[2],
             ("reverse", "qwen2, untied", True),
-            *HIDDEN,
             ("hidden, last layer", "qwen2", True),
             APART[0],
         ),
-        Layout(cp=2): (*DENSE, *HIDDEN, *IN_ROWS_OF_BOTH_KINDS),
-        Layout(dp=2, distributed_optimizer=True): (*DENSE, *HIDDEN),
+        Layout(cp=2): (*DENSE[:2], *IN_ROWS_OF_BOTH_KINDS),
+        Layout(dp=2, distributed_optimizer=True): (DENSE[1], HIDDEN[0]),
         Layout(moe=True, dp=2, ep=2): (
-            *(("js", "qwen2_moe", False), ("forward", "qwen2_moe", True)),
+            ("js", "qwen2_moe", False),
             ("hidden, same width", "qwen2_moe", True),
             ("forward", "qwen2_moe, dense teacher", False),
         ),
     },
     "2 more": {
+        Layout(pp=2): (*DENSE[:2], *HIDDEN),
+        Layout(cp=2): (DENSE[2], *HIDDEN),
+        Layout(dp=2, distributed_optimizer=True): (DENSE[0], DENSE[2], HIDDEN[1]),
+        Layout(moe=True, dp=2, ep=2): (("forward", "qwen2_moe", True),),
         Layout(tp=2): (*DENSE, *HIDDEN),
         Layout(pp=2, vp=2): (*DENSE, *HIDDEN, *APART),
         Layout(dp=2): (("reverse", "qwen2", False), *HIDDEN),
@@ -395,7 +398,7 @@ def resumed_runs(layout: Layout, folder: str, teacher: str, other: str, out: str
     return [whole, resumed]
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("layout", thorough_but([Layout(pp=2), Layout(tp=2, sp=True)], "pp2"))
 def test_a_run_that_resumes_reads_the_teacher_again_and_repeats_every_bit(layout: Layout, tmp_path: Path) -> None:
     other = teacher_folder(rms_norm_eps=2e-3, vocab_size=VOCAB_SIZE, **TEACHER | {"intermediate_size": 72})
     given = (str(tiny_folder("qwen2")), teacher_of("qwen2"), other, str(tmp_path))

@@ -67,10 +67,12 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
     "2": {
         Layout(tp=2, sp=True): BOTH,
         Layout(pp=2): BOTH,
-        Layout(cp=2): (*BOTH, *OTHER, *HYBRID),
-        Layout(dp=2, distributed_optimizer=True): (*BOTH, *OTHER),
+        Layout(cp=2): (*OTHER, *HYBRID),
+        Layout(dp=2, distributed_optimizer=True): BOTH,
     },
     "2 more": {
+        Layout(cp=2): BOTH,
+        Layout(dp=2, distributed_optimizer=True): OTHER,
         Layout(tp=2): BOTH,
         Layout(pp=2, vp=2): BOTH,
         Layout(dp=2): (*BOTH, *OTHER),

@@ -34,9 +34,9 @@ MEAN = Recipe(steps=2, global_batch_size=4, eps=1e-4)
 TOKENS = replace(MEAN, token_weighted=True)
 
 STAY = (
-    *("dp2", "tp2", "tp2-sp", "pp2", "pp2-vp2", "pp2-vp2-group4", "cp2", "cp4", "dp2-do-overlap", "tp2-sp-cp2"),
-    *("moe-dp2-ep2", "moe-tp2-sp-ep2-etp1", "moe-cp2-ep2", "moe-dp2-pp2-ep2", "tied-pp2", "pp2-first1", "pp2-last1"),
-    *("pp2-vp2-splitvp", "dp2-tp2-sp-pp2-vp2-do-overlap", "dp2-tp2-sp-optim_grads_params"),
+    *("tp2", "tp2-sp", "pp2-vp2", "pp2-vp2-group4", "cp2", "dp2-do-overlap", "tp2-sp-cp2", "moe-tp2-sp-ep2-etp1"),
+    *("moe-cp2-ep2", "moe-dp2-pp2-ep2", "tied-pp2", "pp2-first1", "pp2-last1", "pp2-vp2-splitvp"),
+    *("dp2-tp2-sp-pp2-vp2-do-overlap", "dp2-tp2-sp-optim_grads_params"),
 )
 TOKEN_WEIGHTED_IDS = ("dp2-do", "pp2-vp2", "cp4", "dp2-cp2-do", "tp2-sp-pp2", "moe-dp2-ep2", "moe-cp2-ep2")
 

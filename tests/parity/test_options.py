@@ -90,7 +90,12 @@ INDEXER = (("indexer_freq", (1, 0)), ("index_topk", 64), ("index_n_heads", 2), (
 
 OPTIONS = (
     # experts: who goes where
-    Option("sigmoid-with-bias", SIGMOID | NO_BALANCE, (EP2,), (MOE_TP2, Layout(moe=True, pp=2, cp=2, ep=2))),
+    Option(
+        "sigmoid-with-bias + experts-with-biases",
+        SIGMOID | NO_BALANCE | {"add_bias_linear": True},
+        (EP2, MOE_SPREAD),
+        (MOE_TP2, Layout(moe=True, pp=2, cp=2, ep=2)),
+    ),
     Option("aux-and-z-loss", {"moe_z_loss_coeff": 0.02}, (MOE_TP2,), (EP2,)),
     Option("aux-and-z-loss-by-tokens", {"moe_z_loss_coeff": 0.02}, (MOE_CP2,), (MOE_TP2, MOE_PP2), recipe=TOKENS),
     Option(
@@ -110,19 +115,18 @@ OPTIONS = (
         (MOE_CP2, MOE_PP2),
     ),
     Option(
-        "softmax-before-top-k + groups + router-in-fp64",
+        "softmax-before-top-k + groups + router-in-fp64 + narrow-experts",
         {
             "moe_router_pre_softmax": True,
             "moe_router_topk_scaling_factor": 1.5,
             "moe_router_num_groups": 2,
             "moe_router_group_topk": 1,
             "moe_router_dtype": "fp64",
+            "moe_latent_size": 20,
         },
         (MOE_TP2,),
-        (EP2,),
+        (EP2, MOE_PP2, MOE_CP2),
     ),
-    Option("sinkhorn", {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}, (EP2,), (MOE_PP2,)),
-    Option("allgather", {"moe_token_dispatcher_type": "allgather"}, (MOE_TP2,), (EP2, MOE_CP2)),
     Option("capacity", {"moe_expert_capacity_factor": 1.0}, (EP2,), (MOE_PP2,)),
     Option(
         "capacity-padded-by-position",
@@ -136,19 +140,26 @@ OPTIONS = (
     ),
     # experts: what they are
     Option(
-        "shared-expert + gate-of-the-shared-expert",
-        {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
+        "shared-expert + gate-of-the-shared-expert + allgather",
+        {
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_shared_expert_gate": True,
+            "moe_token_dispatcher_type": "allgather",
+        },
         (MOE_TP2,),
-        (EP2,),
+        (EP2, MOE_CP2),
     ),
     Option(
-        "shared-expert-overlapped",
-        {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
+        "shared-expert-overlapped + sinkhorn",
+        {
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_shared_expert_overlap": True,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_aux_loss_coeff": 0.0,
+        },
         (EP2,),
-        (MOE_TP2,),
+        (MOE_TP2, MOE_PP2),
     ),
-    Option("experts-with-biases", {"add_bias_linear": True}, (EP2, MOE_SPREAD)),
-    Option("narrow-experts", {"moe_latent_size": 20}, (MOE_TP2,), (EP2, MOE_PP2, MOE_CP2)),
     Option("narrow-experts-with-biases", {"moe_latent_size": 20, "add_bias_linear": True}, (EP2, MOE_SPREAD)),
     Option("experts-every-second-layer", {"moe_layer_freq": 2}, (MOE_PP2,), (EP2,), num_layers=4),
     Option(
@@ -172,17 +183,22 @@ OPTIONS = (
         (TP2,),
         (CP2, Layout(tp=2), PP2),
     ),
-    Option("l2-norms-of-queries-and-keys", {"qk_l2_norm": True}, (TP2,)),
     Option(
-        "window-in-every-second-layer",
+        "window-in-every-second-layer + llama-3-scaling",
         {"window_size": (8, 0), "window_attn_skip_freq": 2},
         (CP2,),
-        (VP2,),
+        (TP2, VP2),
+        model={"rope_scaling": True, "rope_scaling_factor": 4.0, "rotary_base": 500},
         num_layers=4,
     ),
-    Option("windows-by-layer", {"window_size": (4, 0), "window_attn_skip_freq": (1, 0, 0, 1)}, (PP2,), num_layers=4),
+    Option(
+        "windows-by-layer + no-positions",
+        {"window_size": (4, 0), "window_attn_skip_freq": (1, 0, 0, 1)},
+        (TIED_PP2,),
+        model={"position_embedding_type": "none"},
+        num_layers=4,
+    ),
     Option("one-key-head", {"num_query_groups": 1}, (TP2,), (CP2, PP2)),
-    Option("one-key-head-with-gates", {"num_query_groups": 1, "attention_output_gate": True}, (TP2,)),
     Option(
         "gated-delta-net", {"delta_net": DELTA_NET}, (Layout(tp=2, sp=True, cp=2),), (Layout(tp=2), CP2, PP2, MOE_PP2)
     ),
@@ -206,15 +222,8 @@ OPTIONS = (
         model={"rotary_percent": 0.5, "seq_len_interpolation_factor": 4.0},
     ),
     Option(
-        "llama-3-scaling",
-        {},
-        (CP2,),
-        (TP2,),
-        model={"rope_scaling": True, "rope_scaling_factor": 4.0, "rotary_base": 500},
-    ),
-    Option(
-        "yarn",
-        {},
+        "yarn + squared-relu",
+        {"gated_linear_unit": False, "activation_func": squared_relu, "add_qkv_bias": True},
         (CP2,),
         (TP2,),
         model={
@@ -231,11 +240,11 @@ OPTIONS = (
     ),
     Option("no-rotation-in-every-second-layer", {"no_rope_freq": 2}, (VP2,), (CP2,), num_layers=4),
     Option("learned-positions", {}, (CP2, TP2), (PP2,), model={"position_embedding_type": "learned_absolute"}),
-    Option("no-positions", {}, (TIED_PP2,), model={"position_embedding_type": "none"}),
     # layers
     Option(
-        "gelu-with-biases",
+        "gelu-with-biases + l2-norms-of-queries-and-keys",
         {
+            "qk_l2_norm": True,
             "gated_linear_unit": False,
             "activation_func": torch.nn.functional.gelu,
             "add_bias_linear": True,
@@ -245,8 +254,10 @@ OPTIONS = (
         (Layout(tp=2, pp=2, sp=True),),
     ),
     Option(
-        "norms-around-zero + clamped-units",
+        "norms-around-zero + clamped-units + one-key-head-with-gates",
         {
+            "num_query_groups": 1,
+            "attention_output_gate": True,
             "layernorm_zero_centered_gamma": True,
             "normalization": "LayerNorm",
             "activation_func": quick_gelu,  # megatron-core 0.20 clamps a gated SiLU only in experts
@@ -256,7 +267,6 @@ OPTIONS = (
         (TP2,),
         (PP2,),
     ),
-    Option("squared-relu", {"gated_linear_unit": False, "activation_func": squared_relu, "add_qkv_bias": True}, (PP2,)),
     # Megatron rounds the gradients of this loss to bf16, also in fp32 (calculate_gradients, fused_cross_entropy.py).
     # One that lies between two of its numbers goes the other way on another layout, so layouts agree to a unit of bf16
     # at best; measured on two CPUs: 1.7e-5 and below 2.2e-6.
@@ -291,7 +301,10 @@ OPTIONS = (
 )
 
 
-TWINS = {"aux-and-z-loss-by-tokens", "experts-in-three-layers", "one-key-head"}  # whose parts other options have
+TWINS = {  # whose parts other options have
+    *("aux-and-z-loss", "aux-and-z-loss-by-tokens", "experts-every-second-layer", "experts-in-three-layers"),
+    *("latent-attention", "one-key-head"),
+}
 
 
 @pytest.mark.parametrize(

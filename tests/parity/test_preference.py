@@ -89,13 +89,18 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         )
     },
     "2": {
-        Layout(tp=2, sp=True): (*DENSE, *SCORED),
-        Layout(pp=2): (*DENSE, ("kto", "qwen2", False), SCORED[0]),
-        Layout(cp=2): (*DENSE, ("ipo", "qwen2", True), ("kto", "qwen2", False), *SCORED, *HYBRID),
-        Layout(dp=2, distributed_optimizer=True): (*DENSE, ("kto", "qwen2", True), SCORED[1]),
-        Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", False), ("dpo", "qwen2_moe", True)),
+        Layout(tp=2, sp=True): (*DENSE, SCORED[1]),
+        Layout(pp=2): (DENSE[1], ("kto", "qwen2", False), SCORED[0]),
+        Layout(cp=2): (DENSE[0], ("ipo", "qwen2", True), SCORED[0], *HYBRID),
+        Layout(dp=2, distributed_optimizer=True): (DENSE[0], ("kto", "qwen2", True), SCORED[1]),
+        Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", True),),
     },
     "2 more": {
+        Layout(tp=2, sp=True): SCORED[:1],
+        Layout(pp=2): DENSE[:1],
+        Layout(cp=2): (DENSE[1], ("kto", "qwen2", False), SCORED[1]),
+        Layout(dp=2, distributed_optimizer=True): DENSE[1:],
+        Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", False),),
         Layout(tp=2): DENSE,
         Layout(pp=2, vp=2): DENSE,
         Layout(dp=2): (*DENSE, ("kto", "qwen2", False), ("kto", "qwen2", True), ("robust", "qwen2", False)),

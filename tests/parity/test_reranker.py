@@ -64,12 +64,15 @@ HYBRID: tuple[Run, ...] = (("yes or no", "qwen2", "hybrid"), ("ranknet", "llama"
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
     "1": {Layout(): (*BOTH, *OTHER, ("yes or no", "gemma2", True), ("yes", "granite", True))},
     "2": {
-        Layout(tp=2, sp=True): (*BOTH, *OTHER, ("yes or no", "gemma2", True)),
+        Layout(tp=2, sp=True): (BOTH[0], *OTHER, ("yes or no", "gemma2", True)),
         Layout(pp=2): BOTH,
-        Layout(cp=2): (*BOTH, *OTHER, *HYBRID),
-        Layout(dp=2, distributed_optimizer=True): (*BOTH, *OTHER),
+        Layout(cp=2): (BOTH[0], OTHER[1], *HYBRID),
+        Layout(dp=2, distributed_optimizer=True): (BOTH[1], OTHER[0]),
     },
     "2 more": {
+        Layout(tp=2, sp=True): BOTH[1:],
+        Layout(cp=2): (BOTH[1], OTHER[0]),
+        Layout(dp=2, distributed_optimizer=True): (BOTH[0], OTHER[1]),
         Layout(tp=2): (*BOTH, OTHER[1]),
         Layout(pp=2, vp=2): (*BOTH, OTHER[1]),
         Layout(dp=2): (*BOTH, *OTHER),

@@ -47,7 +47,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(moe=True, dp=2, ep=2): SPARSE,
 }
 
-THOROUGH = (Layout(tp=2), Layout(pp=2, first=3), Layout(dp=2, overlap=True))  # parts of other rows
+THOROUGH = (Layout(), Layout(tp=2), Layout(pp=2, first=3), Layout(dp=2, overlap=True))  # parts of other rows
 
 
 @functools.cache

@@ -42,7 +42,7 @@ from tests.unit.data.test_vision_data import seeing_tokenizer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("vision distillation")]  # they share references
 
-STEPS, RATE = 4, 1e-2
+STEPS, RATE = 2, 1e-2
 CASES: dict[str, dict[str, Any]] = {
     "forward": {"kd_ratio": 0.6, "temperature": 2.0},
     "reverse": {"beta": 1.0},
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hidden": {"kd_ratio": 0.6, "intermediate_layer_pairs": [[2, 4], [4, 8]], "intermediate_loss": "cosine"},
 }
 WITHIN = {"reverse": 3e-5}  # measured: 1.6e-5; plain transformers in fp32 differs from itself in fp64 by 1.1e-5
-IN_FP64 = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # the others' kernels have none, so both sides round in four steps
+IN_FP64 = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # the others' kernels have none, so both sides round in each step
 OTHERS = {"qwen2_vl": "qwen2_5_vl"}  # whose videos have other positions
 Run = tuple[str, str, tuple[str, ...]]  # a case, the student's family, and its frozen parts
 
@@ -168,7 +168,7 @@ Seen = tuple[list[float], list[Part]]
 
 
 def train(layout: Layout, runs: Sequence[Run], folders: dict[str, tuple[str, ...]], packs: bool) -> list[Seen]:
-    """Train four steps of each run on this rank of a layout."""
+    """Train some steps of each run on this rank of a layout."""
     found = []
     for case, family, frozen in runs:
         student, teacher, *adapters = folders[family]
@@ -222,7 +222,7 @@ LAYOUTS: dict[str, tuple[Layout, tuple[Run, ...], bool]] = {  # by id; the last 
 
 
 @pytest.mark.parametrize("name", thorough_but(LAYOUTS, *(name for name in LAYOUTS if not name.startswith(MORE))))
-def test_four_steps_are_those_of_plain_models(name: str) -> None:
+def test_steps_are_those_of_plain_models(name: str) -> None:
     compare(*LAYOUTS[name])
 
 
@@ -258,7 +258,7 @@ def test_a_student_with_adapters_learns_as_with_peft(tmp_path: Path) -> None:
     folders = {family: (str(folder), teacher_of(family), str(tmp_path))}
     for [(found, _)] in run_ranks(2, train, Layout(tp=2, sp=True), [(case, family, ())], folders, False, timeout=120):
         assert found == pytest.approx(losses, abs=1e-5)
-    assert losses[3] < losses[0]
+    assert losses[-1] < losses[0]
 
 
 # ---- stored logits

@@ -20,6 +20,7 @@ from tests.parity.test_vision import packed
 from tests.support.hf_models import read_tensors
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
 from tests.support.toy import Watch, make_trainer
 from tests.support.vision_models import joined, vision_batch, vision_folder
 from tests.unit.layers.test_multimodal import kinds_of
@@ -35,7 +36,7 @@ NOTHING: list[Any] = [[], []]
 IMAGES: list[list[Any]] = [[], [(1, 4, 4)], [(1, 2, 2), (1, 6, 4), (1, 2, 4)], [(1, 2, 2)] * 3 + [(1, 4, 6), (1, 2, 4)]]
 """The sizes of the images of each microbatch of a step."""
 
-STEPS = 4
+STEPS = 2
 RATE = 1e-2
 LAYOUTS: list[tuple[Layout, str]] = [
     (Layout(tp=2), "qwen3_vl"),
@@ -152,8 +153,11 @@ def test_steps_on_images_are_those_of_one_rank(layout: Layout, family: str) -> N
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [(Layout(tp=2, sp=True), "qwen3_vl"), (Layout(cp=2), "qwen3_vl"), (Layout(cp=2), "qwen3_5")],
-    ids=lambda value: getattr(value, "id", value),
+    [
+        pytest.param(Layout(tp=2, sp=True), "qwen3_vl", id="tp2-sp-qwen3_vl"),
+        pytest.param(Layout(cp=2), "qwen3_vl", id="cp2-qwen3_vl", marks=pytest.mark.thorough),
+        pytest.param(Layout(cp=2), "qwen3_5", id="cp2-qwen3_5"),
+    ],
 )
 def test_gradients_of_packed_rows_are_those_of_one_rank(layout: Layout, family: str) -> None:
     _compare(layout, family, 1, packs=True)
@@ -194,7 +198,7 @@ def trained_by_sgd(folder: str, layout: Layout, steps: int, out: str) -> list[fl
     return watch.seen.logged
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True)], ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", thorough_but([Layout(), Layout(tp=2, sp=True)], "tp2-sp"))
 def test_three_steps_of_qwen3_5_and_the_written_model_are_those_of_transformers(layout: Layout, tmp_path: Path) -> None:
     folder, out = vision_folder("qwen3_5"), tmp_path / "out"
     losses, weights = in_transformers(folder, 3)
@@ -271,11 +275,17 @@ def ways(folder: str, layout: Layout, recomputes: list[dict[str, Any]]) -> list[
 @pytest.mark.parametrize(
     ("layout", "family", "recomputes"),
     [
-        (Layout(pp=2, first=3), "qwen3_vl", [UNIFORM, {**BLOCK, "recompute_num_layers": 2}]),
-        (Layout(tp=2, sp=True), "qwen3_vl_moe", [{**UNIFORM, "recompute_num_layers": 2}]),
-        (Layout(pp=2), "qwen3_5", [UNIFORM, {"recompute_granularity": "selective"}]),
+        pytest.param(
+            Layout(pp=2, first=3), "qwen3_vl", [UNIFORM, {**BLOCK, "recompute_num_layers": 2}], id="pp2-first3-qwen3_vl"
+        ),
+        pytest.param(
+            *(Layout(tp=2, sp=True), "qwen3_vl_moe", [{**UNIFORM, "recompute_num_layers": 2}]),
+            id="tp2-sp-qwen3_vl_moe",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(Layout(pp=2), "qwen3_5", [{"recompute_granularity": "selective"}], id="pp2-qwen3_5"),
+        pytest.param(Layout(pp=2), "qwen3_5", [UNIFORM], id="pp2-qwen3_5-uniform", marks=pytest.mark.thorough),
     ],
-    ids=lambda value: getattr(value, "id", None) or (value if isinstance(value, str) else ""),
 )
 def test_recomputing_and_micro_batch_size_change_no_bit(
     layout: Layout, family: str, recomputes: list[dict[str, Any]]
@@ -297,7 +307,7 @@ def evaluated(folder: str, layout: Layout, rows: int | None) -> tuple[dict[str, 
     return dict(values), torch.cat(predicted)
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, first=3), Layout(cp=2)], ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", thorough_but([Layout(pp=2, first=3), Layout(cp=2)], "pp2-first3"))
 def test_the_parts_of_an_evaluation_batch_have_the_images_of_their_rows(layout: Layout) -> None:
     folder = str(vision_folder("qwen3_vl"))
     [(values, predicted)] = run_ranks(1, evaluated, folder, Layout(), None)
