@@ -22,11 +22,11 @@ from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.sizes import Sizes
-from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from lightning_mcore.rehearsal.processes import Failure, Played
 from tests.distributed.test_plan_memory import RUNS as PLANNED
 from tests.support import toy
 from tests.support.ranks import run_ranks
-from tests.support.rehearsed import EXPERTS, GATED, LENGTH, RECOMPUTE, gpt_run, job, live_run
+from tests.support.rehearsed import EXPERTS, GATED, LENGTH, RECOMPUTE, gpt_run, job, live_run, play, selected
 from tests.support.thorough import thorough_but
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("test_rehearsed_collectives")]  # they share runs
@@ -128,11 +128,7 @@ def on_real_ranks(name: str, size: int) -> list[tuple[int, Found]]:
 
 @pytest.fixture(scope="module")
 def rehearsed(request: pytest.FixtureRequest) -> dict[str, Played | Failure]:
-    """Play the runs of all selected tests at once, in one process."""
-    items = [item for item in request.session.items if item.fspath == request.node.fspath]
-    given = [item.callspec.params for item in items]  # type: ignore[attr-defined]
-    names = sorted(params["name"] for params in given if "name" in params)
-    return dict(zip(names, run_jobs([job(RUNS[name]) for name in names], lambda rank, what: None), strict=True))
+    return play({name: job(RUNS[name]) for name in selected(request)})
 
 
 @pytest.mark.parametrize("name", thorough_but(RUNS, *SOON))

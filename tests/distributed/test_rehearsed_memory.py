@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 
-from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from lightning_mcore.rehearsal.processes import Failure, Played
 from tests.distributed.test_plan_memory import EP, MOE, SHARDED, run
 from tests.distributed.test_plan_memory import RUNS as PLANNED
 from tests.support.live_memory import LiveRun, measured
 from tests.support.ranks import run_ranks
-from tests.support.rehearsed import RECOMPUTE, job, live_run
+from tests.support.rehearsed import RECOMPUTE, job, live_run, play
 
 pytestmark = pytest.mark.distributed
 WITHIN = 0.03
@@ -35,8 +35,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def rehearsed() -> dict[str, Played | Failure]:
-    jobs = [job(partial(live_run, RUNS[name])) for name in RUNS]
-    return dict(zip(RUNS, run_jobs(jobs, lambda rank, what: None), strict=True))
+    return play({name: job(partial(live_run, run)) for name, run in RUNS.items()})
 
 
 def least(runs: dict[str, LiveRun]) -> dict[str, int]:

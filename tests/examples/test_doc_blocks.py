@@ -47,7 +47,8 @@ REPLACED = {  # what is changed in a block
     "--save_steps 50": "--save_steps 1",  # from-llamafactory
     "checkpoint-50": "checkpoint-1",
 }
-THOROUGH = ("from-llamafactory", "vision")  # several runs of eight ranks; other tests show what these pages are about
+# Several runs of four or eight ranks; other tests show what these pages are about.
+THOROUGH = ("distillation", "doors", "embeddings", "from-llamafactory", "from-megatron-lm", "preference", "vision")
 SCRIPT_RANKS = {"README": 4, "cluster": 2}  # of a program with devices of its own
 CONSOLE = "import sys\n\nfrom lightning_mcore.cli import console\n\nassert console() == 0, sys.argv\n"
 WITH_CODE = [path for path in PAGES if any(not block.marked and block.language != "text" for block in blocks(path))]

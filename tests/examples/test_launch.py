@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 
 from tests.support.docker_context import context_files
 from tests.support.ranks import free_port, program_environment
+from tests.support.thorough import thorough_but
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GUIDE = EXAMPLES.parent / "docs" / "start" / "cluster.md"
@@ -124,7 +125,7 @@ def test_two_machines_with_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("container", [False, True])
+@pytest.mark.parametrize("container", thorough_but([False, True], True))
 def test_two_tasks_of_slurm(container: bool, tmp_path: Path) -> None:
     """In containers, the tasks find their files only through the options that the guide adds to ``srun``."""
     stub, script = tmp_path / "srun", EXAMPLES / "launch_slurm.sh"
@@ -165,7 +166,7 @@ def of_kubeflow() -> str:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", [of_skypilot, of_kubeflow])
+@pytest.mark.parametrize("command", [pytest.param(of_skypilot, marks=pytest.mark.thorough), of_kubeflow])
 def test_the_command_of_a_cluster_file_trains(command: Callable[[], str], tmp_path: Path) -> None:
     """On one machine with two ranks, and the variables that the two programs set for torchrun."""
     port = str(free_port())

@@ -500,7 +500,7 @@ STORED = {"beta": 0.3, "kd_ratio": 0.9, "top_k": 7}
 
 
 def losses_of_files(
-    layout: Layout, folder: str, files: str, packing: bool, steps: int = 3, **setting: Any
+    layout: Layout, folder: str, files: str, packing: bool, steps: int = 2, **setting: Any
 ) -> list[list[float]]:
     """Train some steps on a file of exchanges; return each step's three losses."""
     hybrid = {"hybrid_context_parallel": True, "micro_batch_size": 1} if setting.pop("hybrid", False) else {}

@@ -17,7 +17,7 @@ from lightning_mcore.callbacks import OffloadActivations
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf import adapters
 from lightning_mcore.planning.machines import MACHINES
-from lightning_mcore.rehearsal.processes import Job
+from lightning_mcore.rehearsal.processes import Failure, Job, Played, run_jobs
 from lightning_mcore.rehearsal.settings import build_of
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.parity import hf_modules
@@ -260,6 +260,17 @@ def plain_run(fault: str = "", rows: int = 64) -> tuple[pl.Trainer, pl.Lightning
 def job(build: Any, *ranks: int, assume: dict[str, float] | None = None, device: str = "h100") -> Job:
     """Return a run to rehearse, with its default ranks if none are given."""
     return Job(build, ranks or None, 8, MACHINES[device], assume or {})
+
+
+def play(jobs: dict[str, Job]) -> dict[str, Played | Failure]:
+    """Rehearse runs, one after the other, in one process."""
+    return dict(zip(jobs, run_jobs(list(jobs.values()), lambda rank, what: None), strict=True))
+
+
+def selected(request: Any) -> list[str]:
+    """Return the parameter ``name`` of the selected tests of the file of a module's fixture."""
+    items = [item for item in request.session.items if item.fspath == request.node.fspath and hasattr(item, "callspec")]
+    return sorted({item.callspec.params["name"] for item in items if "name" in item.callspec.params})
 
 
 def stuck_run(record: Path) -> tuple[pl.Trainer, pl.LightningModule, Any]:

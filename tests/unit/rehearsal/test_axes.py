@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_mcore.rehearsal import RankReport
-from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from lightning_mcore.rehearsal.processes import Failure, Played
 from tests.distributed.test_plan_memory import RUNS as PLANNED
 from tests.parity import hf_modules
 from tests.support import toy
@@ -18,7 +18,10 @@ from tests.support.rehearsed import (
     EXPERTS,
     GATED,
     LATENT,
+    LENGTH,
     RECOMPUTE,
+    SIZES,
+    VOCABULARY,
     WithMuon,
     Writing,
     embedding_run,
@@ -29,7 +32,9 @@ from tests.support.rehearsed import (
     live_run,
     net_run,
     offloading_trainer,
+    play,
     reranking_run,
+    selected,
     taught_run,
     undigested_run,
 )
@@ -64,7 +69,15 @@ RUNS: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, Callable[..., Any]] = {
     "muon": partial(gpt_run, kind=WithMuon),
     "tp2-dp2-layer-wise-muon": partial(gpt_run, 4, kind=WithMuon, **TP2, use_layer_wise_distributed_optimizer=True),
-    "reference-model": partial(gpt_run, model={"preference": {"loss": "sigmoid"}}, transformer=GATED),
+    "reference-model": partial(
+        file_run,
+        {
+            "vocab_size": VOCABULARY,
+            "seq_length": LENGTH,
+            "transformer": {**SIZES, **GATED},
+            "preference": {"loss": "sigmoid"},
+        },
+    ),
     "cp2-packed": partial(gpt_run, 2, packed=True, context_parallel_size=2),
     "cp2-packed-hybrid": partial(gpt_run, 2, packed=True, context_parallel_size=2, hybrid_context_parallel=True),
     "cp4-packed-hybrid": partial(gpt_run, 4, packed=True, context_parallel_size=4, hybrid_context_parallel=True),
@@ -100,7 +113,7 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
 SOON = ("dp2-overlaps", "experts-ep2-tp2", "fp16")
 OTHERS_SOON = ("tp2-dp2-layer-wise-muon", "cp2-packed-hybrid", "delta-nets-tp2", "quantized", "hf_model-tp2")
 OTHERS_SOON += ("plain-dp2-metrics", "pp2-metrics", "generation-tp2-pp2", "lora-undigested", "embedding-tp2-pp2")
-OTHERS_SOON += ("taught-images-pp2", "images-of-a-file")
+OTHERS_SOON += ("taught-images-pp2", "images-of-a-file", "reference-model")
 
 
 # Beginnings of the options of docs/status/support.md that are rehearsed, with the runs that show it
@@ -148,18 +161,11 @@ def _folder(given: Any) -> Any:
     return str(vision_folder(name) if name in CONFIGS else tiny_folder(name))
 
 
-def play(names: list[str]) -> dict[str, Played | Failure]:
-    known = {**RUNS, **{name: arguments for name, (arguments, _) in CANNOT.items()}}
-    builds = {**{name: partial(gpt_run, **arguments) for name, arguments in known.items()}, **OTHERS}
-    jobs = [job(with_folders(builds[name])) for name in names]
-    return dict(zip(names, run_jobs(jobs, lambda rank, what: None), strict=True))
-
-
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, Played | Failure]:
-    """Play the runs of all selected tests of this file at once, in one process."""
-    items = [item for item in request.session.items if item.fspath == request.node.fspath and hasattr(item, "callspec")]
-    return play(sorted({item.callspec.params["name"] for item in items}))  # type: ignore[attr-defined]
+    known = {**RUNS, **{name: arguments for name, (arguments, _) in CANNOT.items()}}
+    builds = {**{name: partial(gpt_run, **arguments) for name, arguments in known.items()}, **OTHERS}
+    return play({name: job(with_folders(builds[name])) for name in selected(request)})
 
 
 def ranks_of(found: Played | Failure) -> tuple[RankReport, ...]:

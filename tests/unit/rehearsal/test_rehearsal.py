@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from lightning_mcore.rehearsal import RankReport, rehearse
 from lightning_mcore.rehearsal.device import Answers
-from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from lightning_mcore.rehearsal.processes import Failure, Played
 from tests.support import rehearsed
-from tests.support.rehearsed import gpt_run, job, plain_run, watched_trainer
+from tests.support.rehearsed import gpt_run, job, plain_run, play, watched_trainer
 
 
 def line_of(text: str) -> str:
@@ -48,7 +48,7 @@ MEBIBYTE = 2**20
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Played | Failure]:
-    return dict(zip(JOBS, run_jobs(list(JOBS.values()), lambda rank, what: None), strict=True))
+    return play(JOBS)
 
 
 def ranks_of(found: Played | Failure) -> tuple[RankReport, ...]:

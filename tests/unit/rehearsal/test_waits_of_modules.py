@@ -10,10 +10,11 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from lightning_mcore import MCoreStrategy, MCoreVisionGPT
-from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from lightning_mcore.rehearsal.processes import Failure, Played
 from tests.parity.hf_modules import FineTuning, Texts, collate
 from tests.support.hf_models import tiny_folder
-from tests.support.rehearsed import gpu_trainer, job
+from tests.support.rehearsed import gpu_trainer, job, play, selected
+from tests.support.thorough import thorough_but
 from tests.support.vision_models import vision_batch, vision_folder
 
 LENGTH = 48
@@ -41,15 +42,18 @@ def with_masks(folder: str, collate: Any = collate) -> tuple[pl.Trainer, pl.Ligh
     return trainer, FineTuning(folder, ours=True), (loader,)
 
 
+RUNS = ("qwen2_5_vl", "qwen3_vl", "masks", "encodings")
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, Played | Failure]:
-    runs = {family: partial(seeing, family, str(vision_folder(family))) for family in ("qwen2_5_vl", "qwen3_vl")}
+def found(request: pytest.FixtureRequest) -> dict[str, Played | Failure]:
+    runs: dict[str, Any] = {family: partial(seeing, family, str(vision_folder(family))) for family in RUNS[:2]}
     runs["masks"] = partial(with_masks, str(tiny_folder("qwen3")))
     runs["encodings"] = partial(with_masks, str(tiny_folder("qwen3")), encoded)
-    return dict(zip(runs, run_jobs([job(run) for run in runs.values()], lambda rank, what: None), strict=True))
+    return play({name: job(runs[name]) for name in selected(request)})
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "masks", "encodings"])
+@pytest.mark.parametrize("name", thorough_but(RUNS, "qwen3_vl", "encodings"))
 def test_a_step_reads_its_gradient_norm_and_its_logs(found: dict[str, Played | Failure], name: str) -> None:
     played = found[name]
     assert isinstance(played, Played), played.trace
