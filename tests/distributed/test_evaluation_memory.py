@@ -12,6 +12,7 @@ from lightning_mcore import MCoreGPT, MCorePrecision, MCorePreference, MCoreStra
 from lightning_mcore.strategy import module as strategy_module
 from tests.support.live_memory import LiveBytes, Measure, Rows
 from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
 from tests.support.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -57,7 +58,7 @@ def validated(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", thorough_but([1, 2], 2))
 def test_a_chunk_of_logits_is_enough_for_the_metrics_of_all(precision: str, size: int) -> None:
     whole = run_ranks(size, validated, precision, size, None, FromLogits)
     chunks = run_ranks(size, validated, precision, size, 64)
@@ -109,7 +110,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", thorough_but(LAYOUTS, "tp2-sp", "cp2", "pp2"))
 @pytest.mark.parametrize(("step", "share"), [("predict_step", 0.6), ("next_logits", 0.15)])
 def test_a_forward_step_makes_only_the_logits_that_it_needs(step: str, share: float, name: str) -> None:
     world = 1 if name == "one" else 2
@@ -143,7 +144,7 @@ def trained_on_preferences(size: int | None, sizes: dict[str, Any]) -> tuple[flo
     return float(trainer.callback_metrics["train_loss"]), module.logps, measure.found["activations"], module.peak
 
 
-@pytest.mark.parametrize("name", ["one", "tp2-sp"])
+@pytest.mark.parametrize("name", thorough_but(["one", "tp2-sp"], "tp2-sp"))
 def test_log_probabilities_of_preferences_come_in_chunks(name: str) -> None:
     world = 1 if name == "one" else 2
     whole = run_ranks(world, trained_on_preferences, None, LAYOUTS[name])

@@ -67,7 +67,7 @@ LAYOUTS = (
 RESUMED = (
     pytest.param(Layout(), "llama", marks=pytest.mark.thorough),
     pytest.param(Layout(tp=2, pp=2, sp=True), "llama", marks=pytest.mark.thorough),
-    (Layout(tp=2, sp=True), "llama"),
+    pytest.param(Layout(tp=2, sp=True), "llama", marks=pytest.mark.thorough),
     (Layout(tp=2, dp=2, distributed_optimizer=True), "llama, one key head"),
     (Layout(tp=2, dp=2, distributed_optimizer=True), "phi3"),
     pytest.param(Layout(dp=2, distributed_optimizer=True), "llama", marks=pytest.mark.thorough),
@@ -248,10 +248,13 @@ def test_a_run_goes_on_where_it_was_saved(layout: Layout, family: str, tmp_path:
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"target_modules": r".*experts\.[1-2]\.(up|down)_proj"},
-        {"target_modules": "all-linear", "rank_pattern": {r"experts\.1\.down_proj": 2}},
+        pytest.param(
+            {"target_modules": r".*experts\.[1-2]\.(up|down)_proj"}, id="some experts", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            {"target_modules": "all-linear", "rank_pattern": {r"experts\.1\.down_proj": 2}}, id="ranks differ"
+        ),
     ],
-    ids=["some experts", "ranks differ"],
 )
 def test_adapters_that_differ_among_experts_go_on_and_are_exported(chosen: dict[str, Any], tmp_path: Path) -> None:
     lora, base = {**SETTINGS, **chosen}, folder("qwen3_moe")

@@ -329,7 +329,9 @@ THOROUGH = (
     *("adapters-dropout", "adapters-latent", "adapters-tp2", "adapters-pp2", "adapters-ep2-moe"),
     *("adapters-dp2-do-bf16", "norms-around", "capped-scores", "images-qwen2-frozen-recompute", "images-qwen2-bf16"),
     *("images-qwen2_5", "images-qwen3-bf16-two-rows", "images-qwen3-projector-frozen-bf16"),
-    *("images-qwen3-cp2-recompute", "images-qwen3_5-tp2-sp-bf16"),
+    *("images-qwen3-cp2-recompute", "images-qwen3_5-tp2-sp-bf16", "delta-net", "kimi-delta", "mamba"),
+    *("recompute-packed-delta-net", "recompute-packed-mamba", "norms-without-weights", "narrow-experts", "dp2-do"),
+    *("adapters", "adapters-recompute", "images-qwen2-tp2", "images-qwen2-tp2-frozen", "images-qwen3-tower-frozen"),
 )
 """Runs that differ from one that stays in what another run that stays differs in."""
 

@@ -208,11 +208,14 @@ class FirstStep(pl.Callback):
 SAME = [
     (Layout(), "none", "32-true"),
     (Layout(dp=2, distributed_optimizer=True), "fully_reshardable", "bf16-mixed"),
-    (Layout(tp=2, sp=True, dp=2, distributed_optimizer=True), "fully_reshardable", "32-true"),
+    pytest.param(
+        *(Layout(tp=2, sp=True, dp=2, distributed_optimizer=True), "fully_reshardable", "32-true"),
+        marks=pytest.mark.thorough,
+    ),
     (Layout(pp=2, vp=2), "none", "bf16-mixed"),
     (Layout(moe=True, dp=2, ep=2), "prefixed", "32-true"),
     (Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "fully_reshardable", "bf16-mixed"),
-    (Layout(dp=2, distributed_optimizer=True), "dp_reshardable", "32-true"),
+    pytest.param(Layout(dp=2, distributed_optimizer=True), "dp_reshardable", "32-true", marks=pytest.mark.thorough),
     (Layout(tp=2, sp=True, dp=2, distributed_optimizer=True, overlap=True), "dp_reshardable", "bf16-mixed"),
     (Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True), "dp_reshardable", "bf16-mixed"),
 ]
@@ -254,9 +257,9 @@ def test_the_loss_scale_of_a_run_of_megatron_goes_on(
 DROPOUT = replace(RECIPE, options=(("hidden_dropout", 0.2), ("attention_dropout", 0.2)))
 # On the CPU, pipeline stages do not share the default generator with Megatron's; only what its tracker draws is alike.
 DRAWN = [
-    (Layout(), DROPOUT, False),
+    pytest.param(Layout(), DROPOUT, False, marks=pytest.mark.thorough),
     (Layout(dp=2, distributed_optimizer=True), DROPOUT, False),
-    (Layout(dp=2), DROPOUT, True),
+    pytest.param(Layout(dp=2), DROPOUT, True, marks=pytest.mark.thorough),
     (Layout(tp=2, dp=2), DROPOUT, True),
     (Layout(tp=2, sp=True, pp=2), replace(RECIPE, options=(("attention_dropout", 0.2),)), False),
 ]
@@ -290,7 +293,7 @@ def test_random_states_of_another_layout_begin_anew_and_a_line_says_so(tmp_path:
 
 OTHER = [
     (Layout(dp=2, distributed_optimizer=True), "fully_reshardable", Layout(tp=2, sp=True)),
-    (Layout(), "none", Layout(dp=2, distributed_optimizer=True)),
+    pytest.param(Layout(), "none", Layout(dp=2, distributed_optimizer=True), marks=pytest.mark.thorough),
     (Layout(dp=2, distributed_optimizer=True), "dp_reshardable", Layout(distributed_optimizer=True)),
     (Layout(moe=True, dp=2, ep=2), "prefixed", Layout(moe=True, pp=2, dp=2, distributed_optimizer=True)),
 ]

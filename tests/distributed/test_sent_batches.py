@@ -88,8 +88,13 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "kind", "workers"),
-    [(TP2, "index", 0), (TP2, "index", 1), (PP2, "index", 0), (PP2, "stream", 0), (CP2, "index", 0)],
-    ids=["tp2", "tp2-workers", "pp2", "pp2-stream", "cp2"],
+    [
+        pytest.param(TP2, "index", 0, id="tp2"),
+        pytest.param(TP2, "index", 1, id="tp2-workers"),
+        pytest.param(PP2, "index", 0, id="pp2", marks=pytest.mark.thorough),
+        pytest.param(PP2, "stream", 0, id="pp2-stream"),
+        pytest.param(CP2, "index", 0, id="cp2", marks=pytest.mark.thorough),
+    ],
 )
 @on_ranks(4, timeout=120)
 def test_training_on_sent_batches_equals_training_on_read_ones(
@@ -119,13 +124,12 @@ class SaveAfter(pl.Callback):
 @pytest.mark.parametrize(
     ("kind", "first", "then", "accumulate"),
     [
-        ("index", SENT, SENT, 2),
-        ("stream", SENT, SENT, 1),
-        ("index", SENT, {}, 2),
-        ("stream", SENT, {}, 2),
-        ("stream", {}, SENT, 1),
+        pytest.param("index", SENT, SENT, 2, id="sent"),
+        pytest.param("stream", SENT, SENT, 1, id="sent-stream", marks=pytest.mark.thorough),
+        pytest.param("index", SENT, {}, 2, id="sent then read", marks=pytest.mark.thorough),
+        pytest.param("stream", SENT, {}, 2, id="sent then read-stream"),
+        pytest.param("stream", {}, SENT, 1, id="read then sent-stream"),
     ],
-    ids=["sent", "sent-stream", "sent then read", "sent then read-stream", "read then sent-stream"],
 )
 @on_ranks(4, timeout=240)
 def test_a_run_resumes_exactly(

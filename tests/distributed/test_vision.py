@@ -20,6 +20,7 @@ from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.support.hf_models import read_tensors, tiny_config
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
 from tests.support.toy import Watch, make_trainer
 from tests.support.vision_models import CONFIGS, save_vision, vision_batch, vision_folder
 from tests.unit.data.test_video_data import ROW, video_data
@@ -280,7 +281,7 @@ def talking(family: str, folder: Path) -> str:
     return str(save_vision(family, folder / "talker", text_config=text, **ids))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", thorough_but(["qwen3_vl", "qwen3_5"], "qwen3_5"))
 def test_conversations_about_images_and_videos_are_trained_on(family: str, tmp_path: Path) -> None:
     talker = talking(family, tmp_path)
     one, *_ = run_ranks(1, train_on_images, talker, tmp_path, Layout(), timeout=120)

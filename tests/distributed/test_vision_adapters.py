@@ -93,7 +93,11 @@ def logits_of(folder: str, adapter: str, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen2_5_vl", Layout(pp=2)), ("qwen3_vl", Layout(tp=2, sp=True)), ("qwen3_5", Layout(pp=2))],
+    [
+        pytest.param("qwen2_5_vl", Layout(pp=2), marks=pytest.mark.thorough),
+        ("qwen3_vl", Layout(tp=2, sp=True)),
+        ("qwen3_5", Layout(pp=2)),
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -191,7 +195,10 @@ def through_commands(folder: str, saved: str, out: str, options: list[str]) -> l
     return []
 
 
-@pytest.mark.parametrize(("family", "options"), [("qwen3_vl", []), ("qwen3_5", ["--family", "qwen3_5+tower"])])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [pytest.param("qwen3_vl", [], marks=pytest.mark.thorough), ("qwen3_5", ["--family", "qwen3_5+tower"])],
+)
 def test_commands_import_and_export_models_that_see(family: str, options: list[str], tmp_path: Path) -> None:
     folder, out = vision_folder(family), tmp_path / "out"
     run_ranks(1, through_commands, str(folder), str(tmp_path / "saved.ckpt"), str(out), options, open_group=False)
@@ -272,9 +279,9 @@ def counted(folder: str, layout: Layout, freeze: list[str], lora: dict[str, Any]
         ("qwen2_vl", Layout(tp=2, pp=2, sp=True), [TOWER, PROJECTOR], None),
         ("qwen2_5_vl", Layout(), [LANGUAGE_MODEL], None),
         ("qwen3_vl", Layout(pp=2, first=3), [], ADAPTERS),
-        ("qwen3_vl_moe", Layout(), [PROJECTOR], None),
+        pytest.param("qwen3_vl_moe", Layout(), [PROJECTOR], None, marks=pytest.mark.thorough),
         ("qwen3_5", Layout(tp=2, sp=True), [TOWER], None),
-        ("qwen3_5_moe", Layout(), [], ADAPTERS),
+        pytest.param("qwen3_5_moe", Layout(), [], ADAPTERS, marks=pytest.mark.thorough),
     ],
     ids=str,
 )

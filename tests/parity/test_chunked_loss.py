@@ -23,6 +23,7 @@ from tests.parity.test_layouts import Reference, distances
 from tests.support.layouts import Layout
 from tests.support.live_memory import Rows
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.thorough import thorough_but
 from tests.support.tiny import Recipe
 from tests.support.toy import make_trainer
 
@@ -33,22 +34,22 @@ CHUNK = 12  # of 2 rows of 32 tokens: six chunks of 6 positions each, the last o
 RECIPE = Recipe(token_weighted=True, steps=2, global_batch_size=4, micro_batch_size=2, eps=1e-4)
 AHEAD = replace(RECIPE, options=(("mtp_num_layers", 1), ("num_layers", 2)))
 
-TWO_RANKS = (
-    Layout(tp=2),
-    Layout(tp=2, sp=True),
-    Layout(tied=True, tp=2, sp=True),
-    Layout(tied=True, pp=2),
-    Layout(pp=2, vp=2),
-    Layout(cp=2),
-    Layout(dp=2, distributed_optimizer=True, overlap=True),
-    Layout(moe=True, dp=2, ep=2),
-    Layout(moe=True, tp=2, sp=True),
-)
-FOUR_RANKS = (
-    Layout(tied=True, tp=2, sp=True, pp=2),
-    Layout(tp=2, sp=True, cp=2),
-    Layout(dp=2, pp=2, distributed_optimizer=True),
-)
+LAYOUTS = {
+    "two ranks": (
+        Layout(tp=2),
+        Layout(tp=2, sp=True),
+        Layout(tied=True, pp=2),
+        Layout(cp=2),
+        Layout(dp=2, distributed_optimizer=True, overlap=True),
+        Layout(moe=True, tp=2, sp=True),
+    ),
+    "more of two ranks": (Layout(tied=True, tp=2, sp=True), Layout(pp=2, vp=2), Layout(moe=True, dp=2, ep=2)),
+    "four ranks": (
+        Layout(tied=True, tp=2, sp=True, pp=2),
+        Layout(tp=2, sp=True, cp=2),
+        Layout(dp=2, pp=2, distributed_optimizer=True),
+    ),
+}
 
 
 @functools.cache
@@ -57,9 +58,9 @@ def _reference(layout: Layout, recipe: Recipe) -> Reference:
     return Reference.of(trace)
 
 
-@pytest.mark.parametrize("layouts", [TWO_RANKS, FOUR_RANKS], ids=["two ranks", "four ranks"])
-def test_losses_in_chunks_train_as_whole_logits_do(layouts: Sequence[Layout]) -> None:
-    _check(layouts, RECIPE)
+@pytest.mark.parametrize("name", thorough_but(LAYOUTS, "two ranks"))
+def test_losses_in_chunks_train_as_whole_logits_do(name: str) -> None:
+    _check(LAYOUTS[name], RECIPE)
 
 
 def test_losses_of_tokens_ahead_are_computed_in_chunks_too() -> None:
@@ -171,7 +172,7 @@ IN_BF16: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_BF16)
+@pytest.mark.parametrize("name", thorough_but(IN_BF16, "one", "pp2-tied", "dp2-overlaps"))
 def test_chunks_in_bf16_sum_the_gradient_of_the_output_in_fp32(name: str) -> None:
     world, sizes, tied = IN_BF16[name]
     found = [gradients for gradients in run_ranks(world, _gradients_in_bf16, sizes, tied) if gradients is not None]
@@ -220,12 +221,11 @@ class KeepsGradients(pl.Callback):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"tensor_model_parallel_size": 2},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"pipeline_model_parallel_size": 2},
-        {"context_parallel_size": 2},
+        pytest.param({"tensor_model_parallel_size": 2}, id="tp2", marks=pytest.mark.thorough),
+        pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="tp2-sp"),
+        pytest.param({"pipeline_model_parallel_size": 2}, id="pp2"),
+        pytest.param({"context_parallel_size": 2}, id="cp2"),
     ],
-    ids=["tp2", "tp2-sp", "pp2", "cp2"],
 )
 def test_caps_adapters_of_the_output_and_masks_act_on_chunks_of_every_layout(sizes: dict[str, Any]) -> None:
     names = set()
