@@ -65,15 +65,25 @@ def _run(kind: str, layout: str) -> tuple[str, str, Any, dict[str, Any]]:
     return kind, _path(MODELS.get(layout, "llama"), SCORES.get(kind)), LAYOUTS[layout], gathered
 
 
+OTHERS = ("tp2", "pp2", "dp2")  # whose parts other layouts have
+ON: dict[str, tuple[str, tuple[str, ...]]] = {"fine-tuning": ("fine-tuning", tuple(LAYOUTS))}
+for _kind in sorted(KINDS.keys() - ON.keys()):
+    ON |= {_kind: (_kind, tuple(name for name in LAYOUTS if name not in OTHERS)), f"{_kind} on others": (_kind, OTHERS)}
+
+
 @pytest.mark.parametrize(
-    "kind",
+    "name",
     # heads share the way through pools and gathers, which classification stands for in make test
-    thorough_but(KINDS, *KINDS.keys() - {"reward", "embedding"}),
+    thorough_but(ON, "fine-tuning", "distillation", "classification"),
 )
-def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -> None:
-    runs = {layout: _run(kind, layout) for layout in LAYOUTS}
-    of_ddp = {layout: (kind, path, "ddp", arguments) for layout, (kind, path, _, arguments) in runs.items()}
-    copies = {"dp2", "dp2-sharded", "ep2"}
+def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(name: str) -> None:
+    kind, layouts = ON[name]
+    runs = {layout: _run(kind, layout) for layout in layouts}
+    of_ddp = {
+        layout: (kind, path, "ddp", arguments)
+        for layout, (kind, path, _, arguments) in ((each, _run(kind, each)) for each in LAYOUTS)
+    }
+    copies = {"dp2", "dp2-sharded", "ep2"} & runs.keys()
     one = run_ranks(1, train_each, {name: of_ddp[name] for name in ("tp2", "pp2-vp2")})[0]
     expected = {name: one["pp2-vp2" if name == "pp2-vp2" else "tp2"] for name in runs.keys() - copies}
     ranks = run_ranks(2, train_each, runs | {f"{name} of ddp": of_ddp[name] for name in copies}, timeout=120)
