@@ -2,7 +2,7 @@
 """A student that sees images learns from a teacher that sees them as plain transformers does, on every layout.
 
 The plain loop has both models whole in one process, in fp64 (fp32 with experts or delta nets), row by row. It takes
-four steps of SGD. The teacher is wider and deeper than the student, and its tower wider than the student's.
+two steps of SGD. The teacher is wider and deeper than the student, and its tower wider than the student's.
 """
 
 import functools
