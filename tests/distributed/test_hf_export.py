@@ -20,6 +20,7 @@ from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.support.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
 from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
 from tests.support.toy import CP2, PP2, make_trainer, texts
 
 pytestmark = [
@@ -83,7 +84,7 @@ def test_every_family_comes_back_bit_for_bit_from_every_layout(tmp_path: Path, w
         check_same(folder, out)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", thorough_but(MODELS, *ON_TWO_AXES))
 def test_one_process_writes_what_it_read(tmp_path: Path, model: str) -> None:
     folder, out = str(tiny_folder(model)), str(tmp_path / "out")
     with single_process():
