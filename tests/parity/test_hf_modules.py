@@ -183,7 +183,11 @@ def _written(world_size: int, layouts: dict[str, tuple[str, dict[str, Any]]]) ->
             assert widths == [prompt] * calls + [1] * calls * (NEW_TOKENS - 1), name
 
 
-def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
+ELSEWHERE = (*OTHERS, *(f"delta net, {name}" for name in OTHERS))
+
+
+@pytest.mark.parametrize("others", thorough_but([False, True], False))
+def test_generation_gives_the_tokens_of_transformers_on_every_layout(others: bool) -> None:
     latent = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     layouts = {name: (MODELS.get(name, "llama"), LAYOUTS[name]) for name in LAYOUTS if name != "dp2"}
     layouts |= {f"latent, {name}": ("deepseek_v3", LAYOUTS[name]) for name in ("tp2-sp", "cp2")}
@@ -191,10 +195,11 @@ def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
     layouts |= {f"window, {name}": ("gemma3_text", LAYOUTS[name]) for name in ("cp2",)}
     layouts["sinks"] = "gpt_oss", {**latent, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     layouts["sinks, cp2"] = "gpt_oss", {**LAYOUTS["cp2"], "expert_model_parallel_size": 2}
-    _written(2, layouts)
+    _written(2, {name: row for name, row in layouts.items() if (name in ELSEWHERE) == others})
 
 
-def test_context_parallel_ranks_share_the_cache_on_every_layout_of_four_ranks() -> None:
+@pytest.mark.parametrize("others", thorough_but([False, True], False))
+def test_context_parallel_ranks_share_the_cache_on_every_layout_of_four_ranks(others: bool) -> None:
     layouts = {name: (MODELS.get(name, "llama"), LAYOUTS["cp2"] | more) for name, more in BESIDE_CP2.items()}
     for kind, model, name in (
         ("latent", "deepseek_v3", "cp4"),
@@ -202,7 +207,7 @@ def test_context_parallel_ranks_share_the_cache_on_every_layout_of_four_ranks() 
         ("delta net", "qwen3_5_text", "cp2-tp2"),
     ):
         layouts[f"{kind}, {name}"] = model, layouts[name][1]
-    _written(4, layouts)
+    _written(4, {name: row for name, row in layouts.items() if ("cp4" in name) != others})
 
 
 @pytest.mark.parametrize("world_size", thorough_but([2, 4], 2))
