@@ -279,11 +279,12 @@ def batch_line(asked: "FactoryRun", trainer: "pl.Trainer") -> str:
     copies = strategy.layout.data_parallel_size(world)
     rows, steps = asked.arguments.per_device_train_batch_size, trainer.accumulate_grad_batches
     what = "pairs of rows" if asked.keys.learns_preferences else "rows"
+    why = " (tensor, pipeline and context parallel ranks share a row; expert parallel ranks do not)"
     return (
         f"layout: {strategy.layout.describe(world)}\n"
         f"effective batch: per_device_train_batch_size {rows} * gradient_accumulation_steps {steps} * data-parallel"
-        f" size {copies} = {rows * steps * copies} {what} of at most {asked.keys.cutoff_len} tokens (tensor, pipeline"
-        " and context parallel ranks share a row; expert parallel ranks do not, and so do not lower the batch)"
+        f" size {copies} = {rows * steps * copies} {what} of at most {asked.keys.cutoff_len} tokens"
+        f"{why if world > 1 else ''}"
     )
 
 

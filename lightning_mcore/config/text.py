@@ -31,7 +31,9 @@ _ELSEWHERE = {
     "eval_steps": "set val_check_interval of the trainer, in batches",
     "fp16": "set precision of the trainer to 16-mixed",
     "gradient_accumulation_steps": "set accumulate_grad_batches of the trainer",
+    "group_by_length": "rows of equal length are not collected; packing leaves almost no padding",
     "gradient_checkpointing": "set recompute_granularity in transformer of the model",
+    "logging_dir": "loggers write to the output folder of the run; leave it out",
     "logging_steps": "set log_every_n_steps of the trainer",
     "max_grad_norm": "set gradient_clip_val of the trainer",
     "num_train_epochs": "set max_epochs of the trainer",
@@ -39,6 +41,7 @@ _ELSEWHERE = {
     "per_device_eval_batch_size": "set eval_batch_size of the data",
     "per_device_train_batch_size": "set batch_size of the data",
     "report_to": "set logger of the trainer",
+    "save_safetensors": "models are always written as safetensors; leave it out",
     "save_steps": "set every_n_train_steps of ModelCheckpoint, a callback of the trainer",
     "save_total_limit": "set save_top_k of ModelCheckpoint, a callback of the trainer",
     "task_type": "the class of the model says what is trained; leave it out",
@@ -51,12 +54,14 @@ _SHORT = {
     "beta1": "betas",
     "beta2": "betas",
     "epochs": "max_epochs",
+    "evaluation_strategy": "eval_strategy",
     "lr": "learning_rate",
+    "no_cuda": "use_cpu",
     "steps": "max_steps",
     "warmup": "warmup_steps",
     "wd": "weight_decay",
 }
-"""Usual short names, and what they stand for where there is such a name."""
+"""Short and older names, and what they stand for where there is such a name."""
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

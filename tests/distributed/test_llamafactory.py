@@ -258,6 +258,10 @@ def test_the_log_is_that_of_llamafactory(tmp_path: Path, capfd: pytest.CaptureFi
     assert {name for line in log if "loss" in line for name in line} == {
         *("current_steps", "total_steps", "loss", "lr", "epoch", "percentage", "elapsed_time", "remaining_time")
     }
+    # As in transformers, the rate of a line is the one that its step used: 2 steps of warm-up, then a cosine to step 8.
+    rates = [line["lr"] for line in log if "loss" in line]
+    cosine = [0.5 + 0.5 * math.cos(math.pi * step / 6) for step in (1, 3, 5)]
+    assert rates == pytest.approx([5e-3 * share for share in (0.5, *cosine)])
     assert "losses: " in capfd.readouterr().out
     other = write_run(tmp_path / "other", {**keys, "logging_steps": 100}, data=rows(20))
     assert run_all(1, other, "plot_loss=true") == [0]

@@ -95,7 +95,8 @@ class FactoryRows:
             turns = self._exchanges(row, name, answer or columns.response)
         else:
             spoken, turns = self._spoken(row, name)
-            system = spoken or system
+            # As in LLaMA-Factory, a system message counts even if it is empty.
+            system = system if spoken is None else spoken
         # A skipped row has no turns, and then no system message either.
         return [{"role": "system", "content": system}, *turns] if system and turns else turns
 
@@ -109,8 +110,11 @@ class FactoryRows:
         answer = _text(row, response, name) if response is not None else ""
         return [*turns, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
-    def _spoken(self, row: Row, name: str) -> tuple[str, list[Message]]:
-        """Return the system message and the turns of a row of messages; no turns if the roles do not alternate."""
+    def _spoken(self, row: Row, name: str) -> tuple[str | None, list[Message]]:
+        """Return the system message (None if there is none) and the turns of a row of messages.
+
+        There are no turns if the roles do not alternate.
+        """
         tags = self._entry.tags
         roles = {tags.user_tag: "user", tags.assistant_tag: "assistant"}
         tools = {tags.observation_tag, tags.function_tag} - {None}
@@ -118,7 +122,8 @@ class FactoryRows:
         messages = row[column] or []
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             raise TypeError(f"{column!r} of {name} is not a list of messages; give objects with roles and texts")
-        system, turns = "", []
+        system: str | None = None
+        turns: list[Message] = []
         for number, message in enumerate(messages):
             place = f"message {number} of {name}"
             for key in (tags.role_tag, tags.content_tag):

@@ -133,6 +133,10 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
     flash_attn: Attention = option("Has no effect: Megatron's attention is used.", "auto")
     enable_liger_kernel: bool = option("Has no effect: Megatron's layers are used.", False)
     use_v1_kernels: bool = option("Has no effect: Megatron's layers are used.", False)
+    include_num_input_tokens_seen: str | bool = option(
+        "Has no effect: ``tokens_per_second`` is always logged. LLaMA-Factory's web page writes it into each file.",
+        "no",
+    )
     use_dft_loss: bool = option("Use the loss of Dynamic Fine-Tuning (``dft_loss.py``).", False)
     use_mca: bool = option("Has no effect: every run here uses Megatron.", False)
     use_megatron_bridge: bool = option(
@@ -442,4 +446,9 @@ def notes_of(keys: FactoryKeys) -> tuple[str, ...]:
     for name in ("enable_liger_kernel", "use_v1_kernels"):
         if getattr(keys, name):
             notes.append(f"{name}: True replaces transformers' layers by faster ones; Megatron's layers are used")
+    if keys.include_num_input_tokens_seen not in (False, "no"):
+        notes.append(
+            f"include_num_input_tokens_seen: {keys.include_num_input_tokens_seen} has no effect; tokens_per_second is"
+            " logged instead of a count"
+        )
     return tuple(notes)

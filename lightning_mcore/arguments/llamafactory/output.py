@@ -51,6 +51,7 @@ class LossRecord(Callback):
         self._file = Path(folder) / LOG
         self._picture = picture
         self._step = self._first = 0
+        self._rate = 0.0
         self._began: float | None = None  # seconds of the monotonic clock
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -68,6 +69,11 @@ class LossRecord(Callback):
         if trainer.is_global_zero:
             _forget_after(self._file, self._first)
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Keep the learning rate of this step; after it, the scheduler sets that of the next."""
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self._rate = max(rates, default=0.0)
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Record the loss of an optimizer step, if it is logged."""
         step = trainer.global_step
@@ -80,8 +86,7 @@ class LossRecord(Callback):
         if not every or step % every or loss is None:
             return
         self.training.append((step, float(loss)))
-        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        self._write(trainer, {"loss": float(loss), "lr": max(rates, default=0.0)}, _of_preferences(trainer))
+        self._write(trainer, {"loss": float(loss), "lr": self._rate}, _of_preferences(trainer))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the loss of an evaluation, including the one before the first step (``eval_on_start``)."""

@@ -51,7 +51,7 @@ def test_columns_have_the_names_of_dataset_info(tmp_path: Path) -> None:
 
 def test_a_conversation_has_the_roles_of_dataset_info(tmp_path: Path) -> None:
     assert messages(tmp_path, SHAREGPT, formatting="sharegpt") == [("user", "Hi"), ("assistant", "Ho")]
-    row = {
+    row: dict[str, Any] = {
         "talk": [
             {"role": "sys", "content": "Be brief."},
             {"role": "u", "content": "Hi"},
@@ -62,6 +62,8 @@ def test_a_conversation_has_the_roles_of_dataset_info(tmp_path: Path) -> None:
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "u", "assistant_tag": "a", "system_tag": "sys"}
     says = {"formatting": "openai", "tags": tags, "columns": {"messages": "talk", "system": "more"}}
     assert messages(tmp_path, row, **says) == [("system", "Be brief."), ("user", "Hi"), ("assistant", "")]
+    row["talk"][0]["content"] = ""  # a system message counts even if it is empty
+    assert messages(tmp_path, row, **says)[0] == ("user", "Hi")
     row["talk"] = row["talk"][1:]
     assert messages(tmp_path, row, **says)[0] == ("system", "is not used")
 

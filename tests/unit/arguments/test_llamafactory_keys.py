@@ -81,9 +81,12 @@ def test_every_key_has_one_home(key: str) -> None:
     assert sum(homes) == 1
 
 
+OF_TRANSFORMERS = {"deepspeed", "include_num_input_tokens_seen"}
+
+
 def test_no_key_is_of_our_making() -> None:
     assert set(REFUSED) - set(KEYS) == {"kt_config"}
-    assert set(KEYS) >= OWN - {"sequence_packing", "warmup_ratio", "deepspeed"}  # the last is of transformers
+    assert set(KEYS) >= OWN - OF_TRANSFORMERS - {"sequence_packing", "warmup_ratio"}
 
 
 ONE_OF_EACH_REASON = {reason: key for key, (_, reason) in REFUSED.items()}.values()
@@ -283,6 +286,15 @@ def test_keys_that_megatron_carries_out_in_its_own_way_say_so(tmp_path: Path, fi
         assert note.startswith(override.replace("=", ": ").replace("true", "True"))
         assert "Megatron's" in note
     assert read(file, "overwrite_cache=true").notes == ()
+
+
+def test_a_count_of_tokens_is_replaced_by_their_speed(file: str) -> None:
+    """LLaMA-Factory's web page writes this key into each file."""
+    for value in ("true", "all"):
+        [note] = read(file, f"include_num_input_tokens_seen={value}").notes
+        assert "tokens_per_second" in note
+    for value in ("false", "no"):
+        assert read(file, f"include_num_input_tokens_seen={value}").notes == ()
 
 
 def test_the_dft_loss_is_a_model_of_its_own(file: str) -> None:

@@ -184,12 +184,18 @@ def test_every_option_of_a_command_is_known_before_it_is_imported(command: str) 
         ("per_device_train_batch_size", "set batch_size of the data"),
         ("task_type", "the class of the model says what is trained; leave it out"),
         ("--tensor-model-parallel-size", "set it in the strategy"),
+        ("group_by_length", "rows of equal length are not collected; packing leaves almost no padding"),
     ],
 )
 def test_a_name_of_transformers_or_peft_is_answered_with_ours(name: str, remedy: str) -> None:
     assert unknown_name("option", name, ["eval_batch_size"]) == f"unknown option {name!r}; {remedy}"
     # Not where there is such a name
     assert remedy not in unknown_name("option", name, [name.removeprefix("--").rpartition(".")[2].replace("-", "_")])
+
+
+def test_an_older_name_of_transformers_is_answered_with_its_new_one() -> None:
+    for name, new in (("no_cuda", "use_cpu"), ("evaluation_strategy", "eval_strategy")):
+        assert unknown_name("key of run.yaml", name, ["do_eval", new]).endswith(f"; did you mean {new!r}?")
 
 
 def test_training_data_is_read_after_the_sanity_check_and_may_still_be_a_wrong_setting() -> None:
