@@ -30,18 +30,21 @@ __all__ = ["COMMANDS", "console", "main"]
 
 COMMANDS = {
     "fit": ("lightning_mcore.cli.fit", "train a model from a YAML file (LightningCLI)"),
-    "validate": ("lightning_mcore.cli.fit", "run only the validation of a YAML file"),
-    "test": ("lightning_mcore.cli.fit", "run only the test of a YAML file"),
-    "predict": ("lightning_mcore.cli.fit", "run only the prediction of a YAML file"),
-    "llamafactory": ("lightning_mcore.cli.llamafactory", "train from a training file of LLaMA-Factory"),
-    "plan": ("lightning_mcore.cli.plan", "show what a run will do and need, without running it"),
-    "rehearse": ("lightning_mcore.cli.rehearse", "play ranks of a GPU run without a GPU: memory, collectives, waits"),
+    "validate": ("lightning_mcore.cli.fit", "run the validation loop of a YAML file"),
+    "test": ("lightning_mcore.cli.fit", "run the test loop of a YAML file"),
+    "predict": ("lightning_mcore.cli.fit", "run the prediction loop of a YAML file"),
+    "llamafactory": ("lightning_mcore.cli.llamafactory", "train from a LLaMA-Factory file"),
+    "plan": ("lightning_mcore.cli.plan", "show what a run will do and need, without starting it"),
+    "rehearse": (
+        "lightning_mcore.cli.rehearse",
+        "simulate ranks of a GPU run without a GPU: memory, collectives, waits",
+    ),
     "preprocess": (
         "lightning_mcore.cli.preprocess",
-        "make Megatron's indexed datasets from text, jsonl or parquet files",
+        "convert text, jsonl or parquet files to Megatron's indexed datasets",
     ),
-    "import": ("lightning_mcore.cli.hf", "make a sharded checkpoint from a Hugging Face model"),
-    "export": ("lightning_mcore.cli.hf", "make a Hugging Face model from a sharded checkpoint"),
+    "import": ("lightning_mcore.cli.hf", "convert a Hugging Face model to a sharded checkpoint"),
+    "export": ("lightning_mcore.cli.hf", "convert a sharded checkpoint to a Hugging Face model"),
     "checkpoint": ("lightning_mcore.checkpoint.commands", "verify or inspect a checkpoint"),
 }
 """For each command: its module, and what it does."""
@@ -121,14 +124,14 @@ def overview() -> str:
         [
             "usage: lightning-mcore COMMAND ...",
             "",
-            "Train with Lightning and megatron-core, and the tools around it.",
+            "Train models with Lightning and megatron-core; plan runs, and convert data and checkpoints.",
             "",
             *lines,
             "",
             "examples:",
-            "  lightning-mcore plan run.yaml --devices 8       what the run will be, without running it",
+            "  lightning-mcore plan run.yaml --devices 8       show what the run will do and need",
             "  lightning-mcore fit --config run.yaml           train",
-            "  lightning-mcore export CHECKPOINT OUT           the trained model for transformers",
+            "  lightning-mcore export CHECKPOINT OUT           convert the trained model for transformers",
             "",
             "lightning-mcore COMMAND --help shows the options of a command.",
         ]
@@ -148,23 +151,23 @@ examples:
 often used:
   --config FILE                                         YAML with trainer:, model: and data:
   --ckpt_path PATH                                      {checkpoint}
-  --seed_everything N                                   seed of every random generator
+  --seed_everything N                                   seed of all random generators
   --trainer.devices N                                   ranks on each node
   --trainer.num_nodes N                                 nodes
   --trainer.accelerator cpu|gpu                         where the ranks run
-  --trainer.precision bf16-mixed                        number format of the computation
+  --trainer.precision bf16-mixed                        number format of computations
   --trainer.max_steps N                                 optimizer steps
-  --trainer.accumulate_grad_batches N                   batches of one optimizer step
-  --trainer.strategy MCoreStrategy                      splits the model over the ranks; its sizes:
-  --trainer.strategy.tensor_model_parallel_size N       ranks that share every matrix
+  --trainer.accumulate_grad_batches N                   batches per optimizer step
+  --trainer.strategy MCoreStrategy                      splits the model across ranks; its sizes:
+  --trainer.strategy.tensor_model_parallel_size N       ranks that share each matrix
   --trainer.strategy.pipeline_model_parallel_size N     stages of consecutive layers
-  --trainer.strategy.context_parallel_size N            ranks that share every row
+  --trainer.strategy.context_parallel_size N            ranks that share each row
   --trainer.default_root_dir FOLDER                     where logs and checkpoints go
   --print_config                                        print the whole configuration, and stop
 
 lightning-mcore {name} --help-all              all options of Lightning's trainer
 lightning-mcore {name} --model.help MCoreGPT   the options of a model; --data.help CLASS for a data module
-lightning-mcore plan run.yaml               what the run will be, and all its errors
+lightning-mcore plan run.yaml               show what the run will do, and everything wrong with it
 """
 
 

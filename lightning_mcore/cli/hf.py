@@ -22,7 +22,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _import_parser() -> CommandParser:
     parser = CommandParser(
-        "import", "Make CKPT, a sharded checkpoint for every layout, from a Hugging Face model; needs no GPU."
+        "import", "Convert a Hugging Face model to a sharded checkpoint that any layout can load; needs no GPU."
     )
     parser.add_argument(
         "path", metavar="HF", help="folder of a Hugging Face model, in safetensors, or its name on the hub"
@@ -38,15 +38,15 @@ def _import_parser() -> CommandParser:
         action="append",
         default=[],
         metavar="PEFT",
-        help="make CKPT from this PEFT adapter of HF, with all of HF in memory; if given more than once, the earlier"
-        " adapters are merged into HF first",
+        help="convert this PEFT adapter of HF, with all of HF in memory; if given several times, all but the last are"
+        " merged into HF first",
     )
     return parser
 
 
 def _export_parser() -> CommandParser:
     parser = CommandParser(
-        "export", "Make OUT, a Hugging Face model, from a sharded checkpoint of any layout; needs no GPU."
+        "export", "Convert a sharded checkpoint of any layout to a Hugging Face model; needs no GPU."
     )
     parser.add_argument("path", metavar="CKPT", help="a checkpoint of MCoreStrategy or, with --like, of Megatron-LM")
     parser.add_argument("out", metavar="OUT", help="the folder to write, which must be empty or not exist")
@@ -69,7 +69,7 @@ def _export_parser() -> CommandParser:
         "--experts",
         choices=["stacked", "each"],
         default="stacked",
-        help="with --adapter: experts as PEFT with transformers 5 stores them, or a pair for each (default: stacked)",
+        help="with --adapter: expert adapters stacked, as PEFT with transformers 5, or a pair each (default: stacked)",
     )
     parser.add_argument(
         "--push-to-hub", metavar="REPO", help="upload OUT to this repository on the hub, made private if it is new"

@@ -68,26 +68,27 @@ def add_run_options(parser: CommandParser) -> None:
     """Add the options that say which run it is, as :func:`read_run` reads them, and ``--json``."""
     add = parser.add_argument
     add("files", nargs="*", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
-    add("--devices", type=int, metavar="N", help="devices of the whole run (default: the file's)")
+    add("--devices", type=int, metavar="N", help="devices in the whole run (default: the file's)")
     add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
-    add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model, instead of the file's")
-    add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
-    add("--image-tokens", type=int, metavar="N", help="tokens of images in a row, to count the vision tower for them")
+    add("--model", metavar="PATH_OR_NAME", help="Hugging Face model (default: the file's)")
+    add("--seq-length", type=int, metavar="N", help="tokens per row (default: the file's)")
+    add("--image-tokens", type=int, metavar="N", help="image tokens per row; adds the cost of the vision tower")
     add("--json", action="store_true", help="print everything as JSON")
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         "plan",
-        "Show what a run will be: ranks, batch, layers and memory of each stage, communication, FLOPs, warnings and "
-        "errors. key=value or --key value after FILE changes the file; without FILE, --key value are the keys of a "
-        "LLaMA-Factory file. --config config.json gives the config of a model that is only a name on a hub.",
+        "Show a run before it starts: ranks, batch, layers and memory of each stage, communication, FLOPs, warnings "
+        "and errors. key=value or --key value after FILE overrides a setting of the file. Without FILE, --key value "
+        "sets a key of a LLaMA-Factory file. --config config.json is the config of a model that has only a name on a "
+        "hub.",
     )
     add_run_options(parser)
     add = parser.add_argument
     add("--backend", choices=sorted(_BACKENDS), help="layers to plan for (default: the file's, te on GPUs)")
     add("--device", choices=sorted(MACHINES), help="device for times and memory (default: h100 if the run is on GPUs)")
-    add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
+    add("--memory", metavar="80GB", help="memory per device (default: that of --device)")
     add("--picture", action="store_true", help="draw the pipeline schedule")
     add("--suggest", action="store_true", help="list the layouts that fit, best first")
     return parser

@@ -28,21 +28,25 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "preprocess",
-        "Make OUTPUT.bin and OUTPUT.idx, an indexed dataset of Megatron's, from text, jsonl or parquet files."
-        " The same command resumes where an interrupted one stopped.",
+        "Convert text, jsonl or parquet files to a Megatron indexed dataset, PREFIX.bin and PREFIX.idx."
+        " If it is interrupted, run the same command again to continue.",
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, a pattern in quotes, or a folder")
     parser.add_argument(
-        "--output", "--output-prefix", required=True, metavar="PREFIX", help="the beginning of the names of the files"
+        "--output",
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="path of the dataset, without .bin and .idx",
     )
     parser.add_argument(
         "--tokenizer",
         "--tokenizer-model",
         required=True,
-        help="a tokenizer.json, or a folder or name for AutoTokenizer of transformers",
+        help="a tokenizer.json, or a folder or name for transformers' AutoTokenizer",
     )
     _add_options_of_documents(parser)
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenise (default: one for each core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="tokenizer processes (default: one per core)")
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -57,18 +61,18 @@ def _add_options_of_documents(parser: CommandParser) -> None:
         "--json-keys",
         default="text",
         metavar="NAME",
-        help="the column of jsonl and parquet files that holds the text (default: text)",
+        help="column with the text in jsonl and parquet files (default: text)",
     )
     parser.add_argument(
         "--format",
         choices=["auto", *FORMATS],
         default="auto",
-        help="format of all inputs; auto goes by suffixes: .txt, .jsonl, .ndjson, .json (one object a line), .parquet"
+        help="format of all inputs; auto goes by suffix: .txt, .jsonl, .ndjson, .json (one object per line), .parquet"
         " (default: auto)",
     )
     parser.add_argument(
         "--separator",
-        help=r"text between two documents of a text file; \n is a new line (default: each file is one document)",
+        help=r"separator between documents in a text file; \n is a new line (default: each file is one document)",
     )
     parser.add_argument(
         "--append-eod",

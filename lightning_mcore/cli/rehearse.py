@@ -45,21 +45,21 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rehearse",
-        "Play ranks of a GPU run without a GPU: two optimizer steps, a validation batch and the state of a save, with"
-        " the real model on tensors that have no values. Shows peak memory and what holds it, collectives, and where a"
-        " step waits for the GPU. key=value or --key value after FILE changes the file, as in lightning-mcore plan.",
+        "Simulate ranks of a GPU run without a GPU: two optimizer steps, a validation batch and the state of a save."
+        " The model is real, but its tensors have no values. Shows peak memory and what uses it, collectives, and where"
+        " a step waits for the GPU. key=value or --key value after FILE overrides a setting of the file.",
     )
     add_run_options(parser)
     add = parser.add_argument
-    add("--rank", type=int, metavar="R", help="the rank to play (default: the first, middle and last pipeline stage)")
-    add("--device", choices=sorted(MACHINES), default="h100", help="device to play (default: h100)")
-    add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
+    add("--rank", type=int, metavar="R", help="rank to simulate (default: one in the first, middle and last stage)")
+    add("--device", choices=sorted(MACHINES), default="h100", help="device to simulate (default: h100)")
+    add("--memory", metavar="80GB", help="memory per device (default: that of --device)")
     add(
         "--assume",
         action="append",
         default=[],
         metavar="FILE:LINE=VALUE",
-        help="what a line reads from the GPU, or how many elements it selects (default: 1); may be repeated",
+        help="value that a line reads from the GPU, or the number of elements it selects (default: 1); repeatable",
     )
     return parser
 

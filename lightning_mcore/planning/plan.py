@@ -216,8 +216,8 @@ def _of_layout(layout: ParallelLayout, devices_per_node: int) -> Iterator[str]:
         )
     if tp > 1 and not layout.sequence_parallel:
         yield (
-            f"sequence_parallel=False with tensor_model_parallel_size={tp} keeps activations between the matrices on"
-            " every rank; set sequence_parallel=True, which computes the same"
+            f"sequence_parallel=False with tensor_model_parallel_size={tp} keeps all activations between matrix"
+            " multiplications on every rank; set sequence_parallel=True, which shards them without changing results"
         )
     if layout.expert_model_parallel_size > 1 and experts > devices_per_node:
         yield (

@@ -42,7 +42,7 @@ def report(plan: Plan, picture: bool = False) -> str:
 
 
 def _indented(text: str) -> str:
-    return fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _heading(title: str) -> list[str]:
