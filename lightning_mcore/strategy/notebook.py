@@ -168,7 +168,8 @@ class NotebookLauncher(_Launcher):
     def _run_ranks(self, folder: str) -> None:
         """Start the ranks, show their output, and return when all have ended."""
         environment = {
-            **os.environ,
+            # Jupyter asks for colors; Rich would then take the cell for a terminal, and move a cursor in it.
+            **{name: value for name, value in os.environ.items() if name != "FORCE_COLOR"},
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(find_free_network_port()),
             "WORLD_SIZE": str(self._strategy.num_processes),

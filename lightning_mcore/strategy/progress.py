@@ -14,6 +14,7 @@ Only rank 0 writes. ``lightning-mcore fit`` uses it unless the file has another 
 ``Trainer(callbacks=[MCoreProgressBar()])``; it works under every strategy.
 """
 
+import importlib.util
 import resource
 import sys
 import time
@@ -79,12 +80,14 @@ class MCoreProgressBar(RichProgressBar):
         return super().is_enabled and self._lines is None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find out whether the output is a terminal."""
+        """Find out whether the output can show a bar."""
         super().setup(trainer, pl_module, stage)
         from rich.console import Console
 
         console = Console(**{"soft_wrap": True, "highlight": False, **self._console_kwargs})
-        self._lines = None if console.is_terminal or console.is_jupyter else console
+        # In a notebook, Rich draws only with ipywidgets.
+        draws = console.is_terminal or (console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None)
+        self._lines = None if draws else console
 
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_mcore import MCorePrecision
+from lightning_mcore.strategy import progress
 from lightning_mcore.strategy.progress import MCoreProgressBar
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import PP2, Batch, PlainNet, StagedNet, loader, make_trainer
@@ -96,6 +97,14 @@ def test_the_figures_are_those_of_the_step_and_rank_0_alone_writes_them() -> Non
 
 
 @on_ranks(1, timeout=120)
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_notebook_has_a_bar_only_with_ipywidgets(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: name if installed else None)
+    bar = MCoreProgressBar(console_kwargs={"force_jupyter": True})
+    bar.setup(SimpleNamespace(is_global_zero=True), None, "fit")  # type: ignore[arg-type]
+    assert bar.is_enabled == installed
+
+
 def test_a_line_counts_the_batches_until_the_end_of_the_epoch_or_of_the_run() -> None:
     """An epoch of five batches is two steps of four and one; the third step ends the run after four batches."""
     out = io.StringIO()

@@ -16,10 +16,11 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.strategy import strategy
+from lightning_mcore.strategy import notebook, strategy
 from lightning_mcore.strategy.notebook import NotebookLauncher
 from tests.support.kernel import Kernel, kernel, scaled
 from tests.support.ranks import run_ranks
+from tests.support.toy import PlainNet, loader
 
 SECONDS = 120.0  # a cell takes 10 on two free cores, most of it imports of the ranks
 
@@ -222,6 +223,19 @@ def test_cloudpickle_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         ModuleNotFoundError, match=r"devices=2 in a notebook needs the package cloudpickle; pip install"
     ):
         _trainer()
+
+
+@pytest.mark.usefixtures("interactive")
+def test_ranks_do_not_take_a_cell_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter sets FORCE_COLOR, which would make Rich move a cursor."""
+
+    def start(*_: Any, env: dict[str, str], **__: Any) -> None:
+        raise ConnectionAbortedError("FORCE_COLOR" in env)
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(notebook.subprocess, "Popen", start)
+    with pytest.raises(ConnectionAbortedError, match="False"):
+        _trainer(max_steps=1, logger=False, enable_checkpointing=False).fit(PlainNet(), loader(4, 2))
 
 
 @pytest.mark.usefixtures("interactive")
