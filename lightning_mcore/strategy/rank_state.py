@@ -33,22 +33,31 @@ def kind_of(loader: object) -> LoaderKind:
     return "index" if has_index else "read"
 
 
+def epoch_of(loader: Any) -> int | None:
+    """Return the epoch in whose order a loader's dataset is read, as in Hugging Face streams; None without one."""
+    dataset = getattr(loader, "dataset", None)
+    epoch = getattr(dataset, "epoch", None)
+    return epoch if isinstance(epoch, int) and callable(getattr(dataset, "set_epoch", None)) else None
+
+
 @dataclass(frozen=True)
 class LoaderState:
     """How a training loader continues."""
 
     kind: LoaderKind
     position: Position | None = None
+    epoch: int | None = None  # of its dataset, which a hook of the user sets; older files lack it
 
     def to_plain(self) -> dict[str, Any]:
         """Return the state as numbers, strings and tensors."""
-        return {"kind": self.kind, **(self.position.to_plain() if self.position is not None else {})}
+        position = self.position.to_plain() if self.position is not None else {}
+        return {"kind": self.kind, "epoch": self.epoch, **position}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "LoaderState":
         """Rebuild the result of :meth:`to_plain`."""
-        position = {name: value for name, value in plain.items() if name != "kind"}
-        return cls(plain["kind"], Position.from_plain(position) if position else None)
+        position = {name: value for name, value in plain.items() if name not in ("kind", "epoch")}
+        return cls(plain["kind"], Position.from_plain(position) if position else None, plain.get("epoch"))
 
 
 @dataclass(frozen=True)
@@ -108,9 +117,16 @@ class RankState:
     @property
     def can_open_later(self) -> bool:
         """Whether the next epoch may open its loaders again; Lightning has opened them before ``on_train_start``."""
-        # Opening a loader that is only read may consume data. One that keeps its own state must be opened again, as
-        # its state belongs to the epoch that has ended, and the first pass has nothing left.
-        return "read" not in self.kinds
+        # Opening a loader that is only read may consume data, unless its dataset knows epochs. One that keeps its own
+        # state must be opened again, as its state belongs to the epoch that has ended, and the first pass has nothing
+        # left.
+        return all(loader.kind != "read" or loader.epoch is not None for loader in self.loaders or [])
+
+    def set_epoch(self, loader: Any, index: int) -> None:
+        """Read the rest of an epoch in its own order: Lightning skips the hook in which a user calls ``set_epoch``."""
+        saved = self.loaders[index].epoch if self.loaders is not None and index < len(self.loaders) else None
+        if self.progress.in_epoch and saved is not None and epoch_of(loader) is not None:
+            loader.dataset.set_epoch(saved)
 
     def position(self, index: int) -> Position | None:
         """Return where the loader with this index continues; None if it has no position."""

@@ -46,7 +46,7 @@ from lightning_mcore.parallel.consensus import combine_on_rank0, control_group, 
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, pick, put, take
 from lightning_mcore.strategy.preemption import shield_workers
-from lightning_mcore.strategy.rank_state import LoaderState, RankState, kind_of
+from lightning_mcore.strategy.rank_state import LoaderState, RankState, epoch_of, kind_of
 
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -83,6 +83,7 @@ class ExactResume:
         self._states_of_windows: dict[int, list[Any]] = {}
         self._states_before_last: list[Any] | None = None
         self._states_of_previous_epoch: list[Any] | None = None
+        self._loaded_states: list[Any] | None = None  # until a batch is read: LitData's loader cannot return them before
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the state of this process."""
@@ -200,6 +201,8 @@ class ExactResume:
         progress: Any = trainer.fit_loop.epoch_progress.current
         epoch = restored.progress.epoch if restored is not None else progress.processed
         _set_sampler_epoch(loader, epoch)  # workers read ahead before Lightning does it
+        if restored is not None:
+            restored.set_epoch(loader, index)
         opens_now = restored is not None and restored.is_between_epochs and not restored.can_open_later
         if restored is not None and opens_now:  # otherwise on_train_start() restores them, at the end
             put(restored.random, self._strategy.root_device)
@@ -229,7 +232,8 @@ class ExactResume:
         if restored.begins_pass:
             self._states_of_previous_epoch = self._states_before_last = restored.stateful
         elif restored.progress.in_epoch and restored.stateful:
-            self._states_of_windows = {restored.progress.batches: restored.stateful}
+            self._loaded_states = copy.deepcopy(restored.stateful)  # LitData's loader changes what it has loaded
+            self._states_of_windows = {restored.progress.batches: self._loaded_states}
         loop_progress.restore_metrics(fit, restored.metrics)
         if restored.progress.in_epoch:
             self._continue_epoch(fit, restored)
@@ -252,7 +256,8 @@ class ExactResume:
             is_last = number + 1 == length if length is not None else number < min(fit._combined_loader.limits)
             begins_window = number % fit.trainer.accumulate_grad_batches == 0
             if (begins_window or is_last) and not self._strategy.batches.only_receives:
-                states = _states(loaders, number)
+                loaded, self._loaded_states = self._loaded_states, None
+                states = loaded if loaded is not None else _states(loaders, number)
                 if begins_window:
                     self._states_of_windows = dict([*self._states_of_windows.items()][-1:]) | {number: states}
                 # end_pass() reads the last batch again.
@@ -436,7 +441,7 @@ class ExactResume:
             if (tracker := self._trackers.get(id(loader))) is not None:
                 batches = loop_progress.batches_in_pass(fit._combined_loader._mode, progress.batches, sized_len(loader))
                 position = tracker.current_position(batches)
-            states.append(LoaderState(kind_of(loader), position))
+            states.append(LoaderState(kind_of(loader), position, epoch_of(loader)))
         return states
 
     @property

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one model copy train on the same batches: compared as they leave the loader.
+"""The ranks of one model copy train on the same batches, and all copies on equally many.
 
 Tensor-, context- and pipeline-parallel ranks hold parts of one model, so each must read the same batch (context
 parallelism splits it afterwards). Samplers see to it. But a dataset may shard itself by the rank in the world, or draw
 a random number of its own, and the parts of the model would silently train on different rows. So the ranks of a copy
 compare checksums of batches where Lightning's loops read them, and raise on all of these ranks if they differ;
 ``parallel/rank_watch.py`` ends the others. User code that reads a loader, perhaps on one rank, compares nothing.
+
+A stream may have more batches for one copy than for another. So before each batch of a stream, all ranks agree that
+each of them has one; where one has none, the epoch ends on all, as it does for ``data/finetuning/stream.py``.
 
 With ``broadcast_batches=True``, the first rank of each copy reads and sends its batches to the others, with the random
 states that reading left. ``strategy.py`` passes every loader through :class:`SameBatches`.
@@ -23,11 +26,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # private: how dataloader_iter is recognized
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_mcore.data.batches import Fact, batch_facts
+from lightning_mcore.data.finetuning.stream import StreamLoader
 from lightning_mcore.data.position import TrackedSampler
+from lightning_mcore.parallel.consensus import all_gather_object, all_true
 from lightning_mcore.parallel.groups import model_copy_group
 from lightning_mcore.parallel.random_state import RandomState, put_common, take_common
 
@@ -72,10 +80,11 @@ class SameBatches:
         Returns the loader itself if its class can be extended, otherwise an iterable in its place. Raises
         ``ValueError`` if the ranks of a copy have loaders of different lengths.
         """
-        if self._strategy.layout.model_parallel_size == 1:
+        if self._strategy.layout.model_parallel_size > 1:
+            length = sized_len(loader)
+            self.compare(f"{self.name_of(loader)} has {'no known number of' if length is None else length} batches", [])
+        elif not self._ends_on_all_ranks(loader):
             return loader
-        length = sized_len(loader)
-        self.compare(f"{self.name_of(loader)} has {'no known number of' if length is None else length} batches", [])
         kind = type(loader)
         if _MARK in vars(kind):  # read in two stages, or after a reload
             return loader
@@ -93,6 +102,48 @@ class SameBatches:
 
     def begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass of Lightning's loops over a loader."""
+        in_copy = self._begin_in_copy(loader, begin)
+        return _Ended(self, loader, in_copy) if self._ends_on_all_ranks(loader) else in_copy
+
+    def _ends_on_all_ranks(self, loader: Any) -> bool:
+        """Whether this is a stream to train on, which several model copies share."""
+        module, layout = self._strategy.lightning_module, self._strategy.layout
+        if module is None or layout.data_parallel_size(self._strategy.world_size) == 1:
+            return False
+        if module.trainer.state.stage != RunningStage.TRAINING:
+            return False
+        if ends_with_its_length(loader) or isinstance(loader, StreamLoader):  # the second does it itself
+            return False
+        # With dataloader_iter, the module reads as many batches as it likes.
+        return not isinstance(module.trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+    def end_epoch(self, loader: Any, has_batch: bool) -> None:
+        """Say which ranks have no batch left; collective.
+
+        Raises ``ValueError``, on all ranks, if some have none at all: nothing would be learnt, and a run that counts
+        steps would never end.
+        """
+        have = all_gather_object(has_batch)
+        if not any(have):
+            return
+        ended = [rank for rank, has in enumerate(have) if not has]
+        which = f"rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended[:8]))}{', ...' if ended[8:] else ''}"
+        module = self._strategy.lightning_module
+        assert module is not None
+        if module.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+            raise ValueError(
+                f"the {self.name_of(loader)} has no batch on {which}, but has some on others; give every data-parallel"
+                " rank rows to read"
+            )
+        rank_zero_warn(
+            f"the epoch ends on all ranks, because the {self.name_of(loader)} has no more batches on {which}; the rest"
+            " of the other ranks' batches is skipped. Give all data-parallel ranks equal shares to avoid this."
+        )
+
+    def _begin_in_copy(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a pass that is the same on the ranks of a model copy."""
+        if self._strategy.layout.model_parallel_size == 1:
+            return begin()
         if not self.sends:
             return _Pass(self, loader, begin)
         if not any(other is loader for other in self._compared):
@@ -195,7 +246,7 @@ def _followed(kind: type, batches: SameBatches) -> Any:
 
 
 def _begin(loader: Any, begin: Callable[[], Iterator[Any]], batches: SameBatches) -> Iterator[Any]:
-    """Begin a pass over a loader, compared only in Lightning's loops, which run on all ranks."""
+    """Begin a pass over a loader, followed only in Lightning's loops, which run on all ranks."""
     # Frame 0 is this function, 1 is __iter__, and 2 called iter(loader).
     is_of_a_loop = sys._getframe(2).f_globals["__name__"] == CombinedLoader.__module__
     return batches.begin(loader, begin) if is_of_a_loop else begin()
@@ -276,6 +327,27 @@ class _Sent(Iterator[Any]):
         if batch is _END:
             raise StopIteration
         return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop everything, as ``_Pass`` does."""
+        return {}
+
+
+class _Ended(Iterator[Any]):
+    """One pass over a stream that ends on all ranks where the first of them has no batch left."""
+
+    def __init__(self, batches: SameBatches, loader: Any, inner: Iterator[Any]) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._inner = inner
+
+    def __next__(self) -> Any:
+        """Return the next batch, if every rank has one."""
+        batch = next(self._inner, _END)
+        if all_true(batch is not _END):
+            return batch
+        self._batches.end_epoch(self._loader, batch is not _END)
+        raise StopIteration
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop everything, as ``_Pass`` does."""

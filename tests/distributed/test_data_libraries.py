@@ -182,3 +182,55 @@ def test_a_stateful_loader_is_dealt_out_and_resumes(tmp_path: Path, strategy: di
         assert resumed == whole
     assert ranks[0] == ranks[1]
     assert sorted(ranks[0][0] + ranks[2][0]) == list(range(SIZE))
+
+
+class Shuffled(StagedNet):
+    """Reads a stream of ``datasets`` whose epoch a hook sets, as on the page."""
+
+    def __init__(self, folder: str, loader: Callable[..., Any], workers: int) -> None:
+        super().__init__()
+        self.folder, self.loader, self.workers = Path(folder), loader, workers
+
+    def train_dataloader(self) -> Any:
+        rows = page()["stream_of_datasets"](self.trainer, sorted(map(str, self.folder.glob("*.jsonl"))))
+        if self.loader is DataLoader:  # a state of datasets has no rows of the buffer
+            rows = rows.shuffle(seed=1, buffer_size=8)
+        return self.loader(rows, batch_size=2, collate_fn=collate, num_workers=self.workers)
+
+    def on_train_epoch_start(self) -> None:
+        page()["EpochOrder"].on_train_epoch_start(self)
+
+
+def resume_shuffled(folder: str, loader: Callable[..., Any], workers: int) -> list[list[int]]:
+    """Train two epochs; then from the middle and the end of the first and from the middle of the second."""
+
+    def run(ckpt_path: str | None) -> list[int]:
+        watch = Watch()
+        save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        trainer = make_trainer({}, callbacks=[watch, save], enable_checkpointing=True, max_epochs=2)
+        trainer.fit(Shuffled(folder, loader, workers), ckpt_path=ckpt_path)
+        return [index for batch in watch.seen.batches for index in batch]
+
+    whole = run(None)
+    return [whole, *(whole[: 2 * step] + run(f"{folder}/step={step}.ckpt") for step in (4, 8, 12))]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
+@pytest.mark.parametrize("keeps_state", [False, True], ids=["read", "stateful"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_epoch_of_a_shuffled_stream_has_its_own_order(
+    keeps_state: bool, workers: int, tmp_path: Path
+) -> None:
+    if keeps_state and importlib.util.find_spec("torchdata") is None:
+        pytest.skip("torchdata is not installed")
+    write_datasets(tmp_path)
+    loader: Any = DataLoader
+    if keeps_state:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        loader = StatefulDataLoader
+    for whole, *resumed in run_ranks(2, resume_shuffled, str(tmp_path), loader, workers):
+        first, second = whole[: SIZE // 2], whole[SIZE // 2 :]
+        assert sorted(first) == sorted(second)
+        assert (first == second) == keeps_state
+        assert resumed == [whole] * len(resumed)

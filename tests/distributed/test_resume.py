@@ -353,6 +353,15 @@ class Remembering:
         self.done, self.epochs, self.restored = state["done"], state["epochs"], True
 
 
+class Hasty(Remembering):
+    """Has no right state to return between loading one and the first batch, as LitData's loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.restored:
+            self.epochs = 1
+        return super().state_dict()
+
+
 class RememberingWithoutLength(Remembering):
     """Lightning reads it one batch ahead, to know which batch is the last."""
 
@@ -584,6 +593,12 @@ CASES: dict[str, Case] = {
         module=Dropping,
         data=Remembering,
         moments=("batch 2", "batch 6", "epoch 0", "batch 8"),
+        trainer={"max_epochs": 2},
+    ),
+    "stateful-hasty": Case(
+        module=Dropping,
+        data=Hasty,
+        moments=("batch 2", "batch 8"),
         trainer={"max_epochs": 2},
     ),
     "stateful-counted": Case(
