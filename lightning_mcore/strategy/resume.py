@@ -83,7 +83,7 @@ class ExactResume:
         self._states_of_windows: dict[int, list[Any]] = {}
         self._states_before_last: list[Any] | None = None
         self._states_of_previous_epoch: list[Any] | None = None
-        self._loaded_states: list[Any] | None = None  # until a batch is read: LitData's loader cannot return them before
+        self._loaded_states: list[Any] | None = None  # until a batch is read, as LitData's loader returns wrong ones
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the state of this process."""
