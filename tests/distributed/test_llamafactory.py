@@ -343,13 +343,12 @@ def dft_by_hand() -> dict[str, float]:
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [
-        (1, {}),
-        (2, {"use_distributed_optimizer": True}),
-        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-        (2, {"context_parallel_size": 2}),
-        (4, {"pipeline_model_parallel_size": 2}),
+        pytest.param(1, {}, id="one", marks=pytest.mark.thorough),
+        pytest.param(2, {"use_distributed_optimizer": True}, id="dp2", marks=pytest.mark.thorough),
+        pytest.param(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="tp2"),
+        pytest.param(2, {"context_parallel_size": 2}, id="cp2"),
+        pytest.param(4, {"pipeline_model_parallel_size": 2}, id="pp2-dp2"),
     ],
-    ids=["one", "dp2", "tp2", "cp2", "pp2-dp2"],
 )
 def test_the_dft_loss_is_that_of_the_formula(
     dft_by_hand: dict[str, float], world_size: int, strategy: dict[str, Any]

@@ -116,7 +116,7 @@ def table_of(layout: dict[str, Any], shape: dict[str, Any], kind: type[MCoreGPT]
     return table.text, sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", [MCoreGPT, Adapted])
+@pytest.mark.parametrize("kind", [pytest.param(MCoreGPT, marks=pytest.mark.thorough), Adapted])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != TIED])
 def test_lightnings_table_counts_the_whole_model_and_this_ranks_part(name: str, kind: type[MCoreGPT]) -> None:
     layout, shape = LAYOUTS[name]

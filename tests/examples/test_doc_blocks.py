@@ -47,6 +47,10 @@ REPLACED = {  # what is changed in a block
     "--save_steps 50": "--save_steps 1",  # from-llamafactory
     "checkpoint-50": "checkpoint-1",
 }
+FEWER_RANKS = {  # in the README, whose commands doors.md has too
+    "--trainer.devices=8": "--trainer.devices=4",
+    "sft.yaml --devices 8": "sft.yaml --devices 2",
+}
 # Several runs of four or eight ranks; other tests show what these pages are about.
 THOROUGH = ("distillation", "doors", "embeddings", "from-llamafactory", "from-megatron-lm", "preference", "vision")
 SCRIPT_RANKS = {"README": 4, "cluster": 2}  # of a program with devices of its own
@@ -149,9 +153,10 @@ class Reader:
 
     def read(self) -> None:
         """Run the page."""
+        replaced = {} if self.in_full else REPLACED | (FEWER_RANKS if self.path.stem == "README" else {})
         for block in blocks(self.path):
             text = block.text
-            for printed, short in {} if self.in_full else REPLACED.items():
+            for printed, short in replaced.items():
                 text = text.replace(printed, short)
             if block.file:
                 (self.folder / block.file).write_text(text)

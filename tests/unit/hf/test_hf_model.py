@@ -19,6 +19,7 @@ from lightning_mcore.layers.padded_rows import PaddedRows
 from tests.support.hf_models import VOCAB_SIZE, tiny_folder
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
+from tests.support.thorough import thorough_but
 from tests.support.toy import make_trainer
 
 pytestmark = [
@@ -363,7 +364,13 @@ def test_a_head_that_does_not_exist_is_refused(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "hunyuan_v1_dense", "qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family",
+    thorough_but(
+        ["mistral", "gemma3_text", "hunyuan_v1_dense", "qwen3_next", "qwen3_5_text"],
+        *("gemma3_text", "hunyuan_v1_dense", "qwen3_next"),
+    ),
+)
 def test_generation_beyond_the_window_and_with_other_layers(family: str, arguments: dict[str, Any]) -> None:
     """Windows, norms after the rotation, and gated delta nets."""
     from transformers import AutoModelForCausalLM
