@@ -266,15 +266,12 @@ def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: "Sequenc
     contents = manifest.get("contents") or {}
     saved, own = contents.get("optimizer_class"), [type(optimizer).__name__ for optimizer in optimizers]
     # The Adam variants keep the same state (exp_avg, exp_avg_sq, step), so each may resume from another.
-    if saved not in own and not (_is_adam(saved) and any(isinstance(optimizer, Adam) for optimizer in optimizers)):
+    is_adam = saved in ("Adam", "AdamW", "FusedAdam") and any(isinstance(optimizer, Adam) for optimizer in optimizers)
+    if saved not in own and not is_adam:
         raise ValueError(
             f"{path} contains the state of {saved}, but configure_optimizers returned {' and '.join(own)}; return"
             f" {saved}, or load only the weights with self.load_weights(path) in configure_model"
         )
-
-
-def _is_adam(name: str | None) -> bool:
-    return name in ("Adam", "AdamW", "FusedAdam")
 
 
 def _vocabulary(module: "LightningModule") -> int | None:
@@ -401,7 +398,10 @@ class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _NUMBERS:
             return name
-        found = {("collections", "OrderedDict"): dict, ("torch._utils", "_rebuild_tensor_v2"): _content_of_storage}
+        found = {
+            ("collections", "OrderedDict"): dict,
+            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, *_: storage,
+        }
         return found.get((module, name), _Inert)
 
     def persistent_load(self, pid: Any) -> Any:
@@ -410,7 +410,3 @@ class _InertUnpickler(pickle.Unpickler):
         if count != 1 or kind not in _NUMBERS:
             return None
         return struct.unpack(_NUMBERS[kind], self._archive.read(self._name.removesuffix("data.pkl") + f"data/{key}"))[0]
-
-
-def _content_of_storage(storage: Any, *_: Any) -> Any:
-    return storage

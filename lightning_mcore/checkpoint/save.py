@@ -27,6 +27,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -93,7 +94,9 @@ class CheckpointSave:
         if the shards leave gaps or something else is at ``path``.
         """
         is_local = checkpoint_files.writes_directly(path)
-        folder = _make_folder(path, is_local)
+        # One folder for all ranks, or for an upload one for each
+        make = partial(tempfile.mkdtemp, prefix="checkpoint_")
+        folder = run_on_rank0(lambda: checkpoint_files.begin(path)) if is_local else run_on_all_ranks(make)
         try:
             # Rank 0 makes and writes these. Not by run_on_rank0, which would send them to all ranks.
             common_files = run_on_all_ranks(lambda: _common_files(checkpoint) if dist.get_rank() == 0 else {})
@@ -132,7 +135,9 @@ class CheckpointSave:
                 return True
             combine_on_rank0(self._wait_for_writer, self._complete)
             if not self._is_local:
-                self._start_upload()
+                run_on_rank0(lambda: begin_upload(self.path))
+                upload = partial(upload_files, self._folder, self.path)
+                self._uploader = BackgroundTask(f"uploader of {self.path}", upload)
             return self._is_local
         except BaseException:
             # When an exception of one rank is raised on all, the threads of all ranks have ended. After a Ctrl-C, which
@@ -171,10 +176,6 @@ class CheckpointSave:
             for link in self.links:  # now that the folder has its final name
                 checkpoint_files.link(link, self.path)
 
-    def _start_upload(self) -> None:
-        run_on_rank0(lambda: begin_upload(self.path))
-        self._uploader = BackgroundTask(f"uploader of {self.path}", lambda: upload_files(self._folder, self.path))
-
     def _finish_upload(self, uploader: BackgroundTask[None]) -> None:
         run_on_all_ranks(uploader.result)
         run_on_rank0(lambda: finish_upload(self._folder, self.path, self._manifest, self._records))
@@ -195,13 +196,6 @@ class CheckpointSave:
 def rank_object(rank: int, world_size: int, state: Any = None) -> ShardedObject:
     """Return the shard of one rank's ``RANK_STATE``; a reader needs only its name, and leaves out ``state``."""
     return ShardedObject("lightning_mcore.rank_state", state, (world_size,), (rank,))
-
-
-def _make_folder(path: str, is_local: bool) -> str:
-    """Return the folder that this rank writes into: one for all ranks, or for an upload one for each; collective."""
-    if is_local:
-        return run_on_rank0(lambda: checkpoint_files.begin(path))
-    return run_on_all_ranks(lambda: tempfile.mkdtemp(prefix="checkpoint_"))
 
 
 def _delete_folder(path: str, is_local: bool, folder: str) -> None:

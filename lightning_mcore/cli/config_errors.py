@@ -105,7 +105,8 @@ def _read(parser: Any, arguments: Sequence[str], documents: Sequence[Mapping[str
         # --trainer.callbacks+=X appends to a list, which is left to jsonargparse.
         path = name.removeprefix("--").removesuffix("+").split(".")
         if name not in parser._option_string_actions and not _is_below_a_class(path, parser):
-            raise ValueError(unknown_name("option", name, _spelled(parser)))
+            spelled = [each for each in parser._option_string_actions if each[:2] == "--" and each[-1] != "+"]
+            raise ValueError(unknown_name("option", name, spelled))
         if not name.endswith("+"):
             _put(settings, path, _plain(value))
     return settings
@@ -115,10 +116,6 @@ def _is_below_a_class(path: list[str], parser: Any) -> bool:
     """Return whether an option names an argument of a class, such as ``--model.vocab_size``, or of a callback."""
     above = [".".join(path[:count]) for count in range(1, len(path))]
     return any(f"--{name}" in parser._option_string_actions for name in above if name != "trainer")
-
-
-def _spelled(parser: Any) -> list[str]:
-    return [name for name in parser._option_string_actions if name.startswith("--") and not name.endswith("+")]
 
 
 def _plain(value: str) -> Any:

@@ -369,10 +369,6 @@ def _check_query_growth(given: Any) -> None:
         )
 
 
-def _check_chunk(given: Any) -> None:
-    _check_sizes("architecture", {"attention_chunk": given}, ("attention_chunk",))
-
-
 _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "stretch": _check_stretch,
     "delta_net": functools.partial(
@@ -380,7 +376,7 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     ),
     "kimi_delta": functools.partial(_check_layer, "kimi_delta", KIMI_DELTA),
     "query_growth": _check_query_growth,
-    "attention_chunk": _check_chunk,
+    "attention_chunk": lambda given: _check_sizes("architecture", {"attention_chunk": given}, ("attention_chunk",)),
     "layer_pattern": _check_pattern,
     "mamba": functools.partial(_check_layer, "mamba", MAMBA, many="mamba_num_heads", few="mamba_num_groups"),
     "indexer": functools.partial(_check_layer, "indexer", INDEXER),

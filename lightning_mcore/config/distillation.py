@@ -6,25 +6,19 @@ and hyper-parameters hold the settings as a dict, which :meth:`Distillation.of` 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
-from lightning_mcore.config.value_checks import (
-    from_fields,
-    plain_values,
-    require_choice,
-    require_number,
-    require_size,
-)
+from lightning_mcore.config.value_checks import Settings, plain_values, require_choice, require_number, require_size
 
 HiddenLoss = Literal["mse", "cosine"]
 
 
 @dataclass(frozen=True)
-class Distillation:
+class Distillation(Settings):
     """How a model learns from the probabilities that a teacher gives to each next token.
 
     The loss of a token is ``(1 - kd_ratio) * token loss + kd_ratio * divergence``. With the student's probabilities
@@ -69,6 +63,7 @@ class Distillation:
         >>> computed_before = Distillation("Qwen/Qwen2.5-7B", top_k=64, stored="logits-of-7b")
     """
 
+    argument = "distillation"
     teacher: str
     beta: float = 0.0
     temperature: float = 1.0
@@ -156,15 +151,6 @@ class Distillation:
         if self.top_k is not None:
             return 1.5
         return 3.0 if self.beta in (0, 1) else 4.0
-
-    @classmethod
-    def of(cls, given: "Distillation | Mapping[str, Any]") -> "Distillation":
-        """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""
-        return from_fields(cls, "distillation", given)
-
-    def plain(self) -> dict[str, Any]:
-        """Return all fields as plain data; :meth:`of` reads it back."""
-        return dataclasses.asdict(self)
 
 
 def check_sight(path: str, teacher: bool, student: bool) -> None:

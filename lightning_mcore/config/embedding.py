@@ -5,20 +5,19 @@
 hyper-parameters hold the settings as a dict, which :meth:`Embedding.of` reads.
 """
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lightning_mcore.config.rules.model import faults_of_mean
-from lightning_mcore.config.value_checks import from_fields, require_choice, require_number, require_size
+from lightning_mcore.config.value_checks import Settings, require_choice, require_number, require_size
 
 Pooling: TypeAlias = Literal["last", "mean"]
 """How the hidden states of a text become its vector."""
 
 
 @dataclass(frozen=True)
-class Embedding:
+class Embedding(Settings):
     r"""How a model learns to give a query and the text that answers it similar vectors.
 
     The loss of a query is InfoNCE, ``-log(exp(s+ / temperature) / sum(exp(s / temperature)))``. ``s`` are the cosine
@@ -45,6 +44,7 @@ class Embedding:
         >>> of_any_size = Embedding("mean", temperature=0.05, matryoshka_sizes=[1024, 256, 64])
     """
 
+    argument = "embedding"
     pooling: Pooling = "last"
     temperature: float = 0.02
     negatives: int = 0
@@ -78,15 +78,6 @@ class Embedding:
     def of_rows(self) -> "Embedding":
         """The settings that decide what is read from a row; the others have their defaults."""
         return Embedding(negatives=self.negatives, query_prompt=self.query_prompt, document_prompt=self.document_prompt)
-
-    @classmethod
-    def of(cls, given: "Embedding | Mapping[str, Any]") -> "Embedding":
-        """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""
-        return from_fields(cls, "embedding", given)
-
-    def plain(self) -> dict[str, Any]:
-        """Return all fields as plain data; :meth:`of` reads it back."""
-        return dataclasses.asdict(self)
 
 
 def faults_with_model(embedding: Embedding, config: Any) -> Iterator[str]:

@@ -11,16 +11,10 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_mcore.config.value_checks import (
-    from_fields,
-    make_fields_plain,
-    require_flag,
-    require_number,
-    require_size,
-)
+from lightning_mcore.config.value_checks import Settings, make_fields_plain, require_flag, require_number, require_size
 
 ALL_LINEAR = "all-linear"
 EXPERTS = ".experts."  # part of the name of each projection of a routed expert
@@ -43,7 +37,7 @@ TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 @dataclass(frozen=True)
-class LoRA:
+class LoRA(Settings):
     """Low-rank adapters of frozen weights: ``W x + scale * B A x``, where only A and B are trained.
 
     Args:
@@ -91,6 +85,7 @@ class LoRA:
         2.0
     """
 
+    argument = "lora"
     r: int = 8
     lora_alpha: float = 8
     lora_dropout: float = 0.0
@@ -155,15 +150,6 @@ class LoRA:
                 raise TypeError(f"layers_to_transform={layers!r} is not a list of numbers of layers; count from 0")
         for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
             _compiled("rank_pattern or alpha_pattern", pattern)
-
-    @classmethod
-    def of(cls, given: "LoRA | Mapping[str, Any]") -> "LoRA":
-        """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""
-        return from_fields(cls, "lora", given)
-
-    def plain(self) -> dict[str, Any]:
-        """Return the settings as plain data."""
-        return asdict(self)
 
     def adapts(self, name: str) -> bool:
         """Return whether a projection gets an adapter; ``name`` is such as ``model.layers.3.self_attn.q_proj``."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.rules.model import weighted_by_tokens
-from lightning_mcore.config.value_checks import choices, from_fields, require_choice, require_flag, require_number
+from lightning_mcore.config.value_checks import Settings, choices, require_choice, require_flag, require_number
 
 PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto", "reward"]
 """The losses. All but ``kto`` compare the two answers of a pair; ``reward`` trains a reward model."""
@@ -67,7 +67,7 @@ def used_by(setting: str) -> tuple[PreferenceLoss, ...]:
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(Settings):
     """How a model learns which of two answers is the better one.
 
     Args:
@@ -103,6 +103,7 @@ class Preference:
         >>> kto = Preference("kto", desirable_weight=1.5)
     """
 
+    argument = "preference"
     loss: PreferenceLoss = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -161,15 +162,6 @@ class Preference:
     def gives_scores(self) -> bool:
         """Whether the model is a reward model, whose output layer gives each answer a score."""
         return self.kind.reads == "scores"
-
-    @classmethod
-    def of(cls, given: "Preference | Mapping[str, Any]") -> "Preference":
-        """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""
-        return from_fields(cls, "preference", given)
-
-    def plain(self) -> dict[str, Any]:
-        """Return all fields as plain data; :meth:`of` reads it back."""
-        return dataclasses.asdict(self)
 
 
 def can_be_off(lora: LoRA | None) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lightning_mcore.config.value_checks import choices, from_fields, make_fields_plain, require_choice, require_size
+from lightning_mcore.config.value_checks import Settings, choices, make_fields_plain, require_choice, require_size
 
 RerankingLoss: TypeAlias = Literal["softmax", "binary_cross_entropy", "ranknet"]
 """The losses; ``layers/reranking.py`` has the formulas."""
@@ -31,7 +31,7 @@ _PLACES = ("instruction", "query", "document")
 
 
 @dataclass(frozen=True)
-class Reranker:
+class Reranker(Settings):
     r"""How a model learns to give a query's relevant documents higher scores than its other ones.
 
     A query has documents in a list, each with a relevance: 1 for a positive, 0 for a negative, or the label in a file.
@@ -63,6 +63,7 @@ class Reranker:
         ... )
     """
 
+    argument = "reranker"
     loss: RerankingLoss = "softmax"
     documents: int = 2
     tokens: list[Any] | None = None
@@ -124,15 +125,6 @@ class Reranker:
     def of_rows(self) -> "Reranker":
         """The settings that decide what is read from a row; the others have their defaults."""
         return dataclasses.replace(self, tokens=None, top_k=Reranker.top_k)
-
-    @classmethod
-    def of(cls, given: "Reranker | Mapping[str, Any]") -> "Reranker":
-        """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""
-        return from_fields(cls, "reranker", given)
-
-    def plain(self) -> dict[str, Any]:
-        """Return all fields as plain data; :meth:`of` reads it back."""
-        return dataclasses.asdict(self)
 
     def text_of(self, query: str, document: str, instruction: str | None = None) -> str:
         """Return the text of a pair; ``instruction`` is the row's own, if it has one."""

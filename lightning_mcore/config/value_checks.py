@@ -14,11 +14,9 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal, Self, Union
 
 from lightning_mcore.config.text import unknown_name
-
-T = TypeVar("T")
 
 
 def plain_values(value: Any) -> Any:
@@ -81,17 +79,28 @@ def require_choice(name: str, value: object, kind: Any, or_none: bool = False) -
         raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, allowed))}")
 
 
-def from_fields(kind: type[T], name: str, given: T | Mapping[str, Any]) -> T:
-    """Return settings unchanged, or make them from a mapping of fields; ``name`` is the argument in errors."""
-    if isinstance(given, kind):
-        return given
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{name}={given!r} is not a {kind.__name__}; give one, or a dict of its fields")
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for key in given:
-        if key not in known:
-            raise ValueError(unknown_name(f"field of {kind.__name__}", str(key), known))
-    return kind(**given)
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The base of settings that files and hyper-parameters hold as plain data."""
+
+    argument: ClassVar[str]  # which holds them, for errors
+
+    @classmethod
+    def of(cls, given: Self | Mapping[str, Any]) -> Self:
+        """Return settings unchanged, or make them from a mapping of their fields; also the errors of the class."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{cls.argument}={given!r} is not a {cls.__name__}; give one, or a dict of its fields")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in known:
+                raise ValueError(unknown_name(f"field of {cls.__name__}", str(key), known))
+        return cls(**given)
+
+    def plain(self) -> dict[str, Any]:
+        """Return all fields as plain data; :meth:`of` reads it back."""
+        return dataclasses.asdict(self)
 
 
 def require_divides(name: str, size: int, of: str, whole: int | None) -> None:

@@ -34,25 +34,11 @@ class ConfigRule(Protocol):
         ...
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Return the fields that the keys set.
-
-        Args:
-            config: The Hugging Face config.
-
-        Raises:
-            ValueError: A value is not supported; the message lists the supported values.
-        """
+        """Return the fields that the keys set; ValueError, which lists the supported values, for another one."""
         ...
 
     def write(self, fields: Fields) -> dict[str, Any]:
-        """Return the Hugging Face keys.
-
-        Args:
-            fields: All fields of a model, with defaults.
-
-        Raises:
-            ValueError: The family has no key for a value; the message names the field.
-        """
+        """Return the keys for all fields of a model; ValueError, which names the field, if a value has no key."""
         ...
 
 
@@ -90,11 +76,7 @@ class Same:
         return {} if value is None else {self.field: value}
 
     def check(self, config: Config) -> None:
-        """Check the range, in a config that may be incomplete.
-
-        Raises:
-            ValueError: The value is out of range, or not a number.
-        """
+        """Check a config that may be incomplete; ValueError if the value is out of range or not a number."""
         if self.at_least is not None:
             for key in self.keys:
                 if config.get(key) is not None:
@@ -107,11 +89,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Preset:
-    """Initial values of fields that do not change the model's numbers; the user may change them.
-
-    Args:
-        fields: The values by field name.
-    """
+    """Initial values of ``fields`` that do not change the model's numbers; the user may change them."""
 
     fields: dict[str, Any]
     keys: tuple[str, ...] = ()
@@ -127,11 +105,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Constants(Preset):
-    """Fields that every model of the family has; unlike with :class:`Preset`, other values cannot be exported.
-
-    Args:
-        fields: The values by field name.
-    """
+    """Fields that every model of the family has; unlike with :class:`Preset`, other values cannot be exported."""
 
     def write(self, fields: Fields) -> dict[str, Any]:
         """Raise ValueError for other values, because the config has no key for them."""
@@ -176,11 +150,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Unused:
-    """Keys that do not change what a model with given weights computes.
-
-    Args:
-        keys: The keys in the Hugging Face config.
-    """
+    """Keys that do not change what a model with given weights computes."""
 
     keys: tuple[str, ...]
 

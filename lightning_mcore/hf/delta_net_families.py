@@ -9,6 +9,7 @@ families that read the tower too.
 ``KIMI_DELTA`` is the part of Kimi Linear that has a memory; ``families.py`` has its row.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -34,32 +35,36 @@ from lightning_mcore.hf.weight_rules import DeltaNetRows, Experts, GatedQueryKey
 _DELTA_NET, _ATTENTION = "linear_attention", "full_attention"
 
 
-def _read_delta_nets(config: Config) -> dict[str, Any]:
-    kinds = config["layer_types"]
-    for kind in kinds:
-        refuse_unless("layer_types", kind, (_DELTA_NET, _ATTENTION), "the family has no other layers")
-    for key in DELTA_NET:
-        refuse_outside(key, config[key], 1)
-    heads, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    if values % heads:
-        raise ValueError(
-            f"linear_num_value_heads={values} is not supported; only multiples of linear_num_key_heads={heads} are"
-        )
-    flags = [int(kind == _DELTA_NET) for kind in kinds]
-    sizes = {key: config[key] for key in DELTA_NET}
-    return {"delta_net": {"linear_attention_freq": flags, **sizes}} if any(flags) else {}
+def _memory_layers(field: str, sizes: Iterable[str], *more_keys: str) -> Derived:
+    """Return the rule of which layers have a memory instead of attention, and of its sizes, which ``field`` holds."""
 
+    def read(config: Config) -> dict[str, Any]:
+        kinds = config["layer_types"]
+        for kind in kinds:
+            refuse_unless("layer_types", kind, (_DELTA_NET, _ATTENTION), "the family has no other layers")
+        for key in sizes:
+            refuse_outside(key, config[key], 1)
+        heads, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
+        if field == "delta_net" and values % heads:
+            raise ValueError(
+                f"linear_num_value_heads={values} is not supported; only multiples of linear_num_key_heads={heads} are"
+            )
+        flags = [int(kind == _DELTA_NET) for kind in kinds]
+        given = {"linear_attention_freq": flags, **{key: config[key] for key in sizes}}
+        return {field: given} if any(flags) else {}
 
-def _write_delta_nets(fields: Fields) -> dict[str, Any]:
-    given = fields["delta_net"]
-    if given is None:
-        return {"layer_types": [_ATTENTION] * fields["num_layers"]}
-    kinds = [_DELTA_NET if flag else _ATTENTION for flag in given["linear_attention_freq"]]
-    return {"layer_types": kinds, **{key: given[key] for key in DELTA_NET}}
+    def write(fields: Fields) -> dict[str, Any]:
+        given = fields[field]
+        if given is None:
+            return {"layer_types": [_ATTENTION] * fields["num_layers"]}
+        kinds = [_DELTA_NET if flag else _ATTENTION for flag in given["linear_attention_freq"]]
+        return {"layer_types": kinds, **{key: given[key] for key in sizes}}
+
+    return Derived(("layer_types", *more_keys, *sizes), read, write)
 
 
 _MIXED_LAYERS: tuple[ConfigRule, ...] = (
-    Derived(("layer_types", "full_attention_interval", *DELTA_NET), _read_delta_nets, _write_delta_nets),
+    _memory_layers("delta_net", DELTA_NET, "full_attention_interval"),
     Constants({"layernorm_zero_centered_gamma": True, "qk_layernorm": True, "attention_output_gate": True}),
     d.HEAD_SIZE,
     d.ATTENTION_BIAS,
@@ -176,27 +181,8 @@ QWEN3_5_MOE = replace(
 # ---- Kimi Linear
 
 
-def _read_kimi_delta(config: Config) -> dict[str, Any]:
-    kinds = list(config["layer_types"])
-    for kind in kinds:
-        refuse_unless("layer_types", kind, (_DELTA_NET, _ATTENTION), "the family has no other layers")
-    sizes = {key: config[key] for key in SIZES_OF_KIMI}
-    for key, size in sizes.items():
-        refuse_outside(key, size, 1)
-    flags = [int(kind == _DELTA_NET) for kind in kinds]
-    return {"kimi_delta": {"linear_attention_freq": flags, **sizes}} if any(flags) else {}
-
-
-def _write_kimi_delta(fields: Fields) -> dict[str, Any]:
-    given = fields["kimi_delta"]
-    if given is None:
-        return {"layer_types": [_ATTENTION] * fields["num_layers"]}
-    kinds = [_DELTA_NET if flag else _ATTENTION for flag in given["linear_attention_freq"]]
-    return {"layer_types": kinds, **{key: given[key] for key in SIZES_OF_KIMI}}
-
-
 KIMI_DELTA: tuple[ConfigRule | WeightRule, ...] = (
-    Derived(("layer_types", *SIZES_OF_KIMI), _read_kimi_delta, _write_kimi_delta),
+    _memory_layers("kimi_delta", SIZES_OF_KIMI),
     DeltaNetRows(
         "self_attention.linear_in.weight",
         (

@@ -256,10 +256,6 @@ def _growth(config: Config) -> tuple[Rope, dict[str, Any]]:
     return rope, {"beta": float(beta), "original_max_position_embeddings": _original_length(rope, at_least=1)}
 
 
-def _write_growing(fields: Fields) -> dict[str, Any]:
-    return _with_growth(_write_rope(fields), fields)
-
-
 def _with_growth(keys: dict[str, Any], fields: Fields) -> dict[str, Any]:
     growth = fields["query_growth"]
     if growth is None:
@@ -269,7 +265,7 @@ def _with_growth(keys: dict[str, Any], fields: Fields) -> dict[str, Any]:
     return keys
 
 
-GROWING_ROPE = Derived(("rope_parameters",), _read_growing, _write_growing)
+GROWING_ROPE = Derived(("rope_parameters",), _read_growing, lambda fields: _with_growth(_write_rope(fields), fields))
 """Ministral 3: queries are multiplied by a number that grows with their position."""
 
 

@@ -257,17 +257,6 @@ def _within_sequence(run: QueryRun, reach: Reach) -> Reach:
     return Reach(back, ahead)
 
 
-def _block_size(count: int, reach: Reach, longest: int) -> int:
-    """Return how many of ``count`` queries share a mask over at most ``longest`` keys.
-
-    About as many as a window is wide. Without a window, fewer the more keys there are, because the mask has a column
-    for each: 256 queries for 8192 keys, 128 for 65536.
-    """
-    sides = [side for side in (reach.back, reach.ahead) if side is not None]
-    wanted = sum(sides) if len(sides) == 2 else _LARGEST_MASK // longest
-    return min(count, _LARGEST_BLOCK, max(_SMALLEST_BLOCK, wanted))
-
-
 def _keys_in_reach(num_keys: int, position: int, count: int, reach: Reach) -> tuple[int, int]:
     """Return the first key, and the one after the last, that ``count`` queries from ``position`` on can see."""
     first = 0 if reach.back is None else max(0, position - reach.back)
@@ -288,8 +277,14 @@ class _SharedMask:
         self._made: tuple[Tensor, int] | None = None
 
     def block_size(self, run: QueryRun, reach: Reach) -> int:
-        """Return how many queries of a run share the mask."""
-        return _block_size(len(run.rows), reach, self._longest)
+        """Return how many queries of a run share the mask: about as many as a window is wide.
+
+        Without a window, fewer the more keys there are, because the mask has a column for each: 256 queries for 8192
+        keys, 128 for 65536.
+        """
+        sides = [side for side in (reach.back, reach.ahead) if side is not None]
+        wanted = sum(sides) if len(sides) == 2 else _LARGEST_MASK // self._longest
+        return min(len(run.rows), _LARGEST_BLOCK, max(_SMALLEST_BLOCK, wanted))
 
     def take(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
         """Return the mask, and the distance from a block's first query to the key of its first column."""

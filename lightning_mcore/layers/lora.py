@@ -392,13 +392,8 @@ class Adapters(nn.ModuleDict):
             elif len(projection.runs) > 1:
                 placed[name] = _in_runs(entry, projection)
             elif projection.rows:
-                placed[name] = _in_whole(entry, projection)
+                placed[name] = _placed(entry, projection.out_features, projection.first_row)
         return placed
-
-
-def _in_whole(entry: Any, projection: Projection) -> Any:
-    """Return a sharded tensor of a projection's rows on this rank, at its place in the whole projection."""
-    return _placed(entry, projection.out_features, projection.first_row)
 
 
 def _placed(entry: Any, rows: int, first: int) -> Any:

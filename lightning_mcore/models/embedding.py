@@ -35,7 +35,6 @@ from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.parallel.consensus import control_group
 from lightning_mcore.parallel.groups import data_parallel_hosts, process_group
-from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _SAMPLED = "as many batches, as Lightning's distributed sampler does"
 
@@ -130,9 +129,7 @@ class MCoreEmbedding(MCoreGPT):
         """
         check_vectors(path, Embedding.of(embedding))
         family = variant_name(path, family, HIDDEN)
-        module = cls._of_pretrained(**passed_on(locals()))
-        module._name_family()
-        return module
+        return cls._of_pretrained(**passed_on(locals()))
 
     def check_settings(self) -> None:
         """Check the settings as ``MCoreGPT`` does, and that they fit the vectors and a loss over queries.
@@ -231,20 +228,16 @@ class MCoreEmbedding(MCoreGPT):
 
     def _vectors(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the vector of each sequence, [sequences, h] fp32, and the sequences' lengths, [sequences]."""
-        states, inputs = self.token_logits(batch)
-        lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
-        lengths = lengths.reshape(-1)
-        group = process_group("cp") if self._host() is not None else None
-        return vectors_of.pooled(states, inputs, lengths, self.embedding.pooling, group), lengths
+        states, inputs, lengths = self._of_sequences(batch)
+        return vectors_of.pooled(states, inputs, lengths, self.embedding.pooling, self._cp_group), lengths
 
     def _step(self, batch: Batch, stage: str) -> Any:
         weighs = self._config_of_chunks().calculate_per_token_loss
         require_weights(batch, weighs)
-        setting, strategy = self.embedding, self.trainer.strategy
+        setting = self.embedding
         vectors, lengths = self._vectors(batch)
         there = lengths.view(-1, setting.texts)[:, 0] > 0
-        if isinstance(strategy, MCoreStrategy) and not strategy.logs.counts:
-            there = there & False  # a batch that is repeated because other ranks have one more
+        there = there & self._counts_batch
         compared = vectors_of.of_all_ranks(vectors, there, setting.texts, self._data_parallel_groups())
         sizes = setting.matryoshka_sizes or [vectors.size(1)]
         losses = torch.stack([vectors_of.info_nce(compared, setting.temperature, size) for size in sizes]).sum(0)
@@ -252,14 +245,7 @@ class MCoreEmbedding(MCoreGPT):
         ranks = vectors_of.reciprocal_ranks(compared.detached())
         values = {"loss": losses, "accuracy": (ranks == 1).float(), **({} if stage == "train" else {"mrr": ranks})}
         means = {name: (value * there).sum() / count.clamp(min=1) for name, value in values.items()}
-        for name, mean in means.items():
-            self.log(
-                f"{stage}_{name}",
-                mean.detach(),
-                batch_size=count,  # type: ignore[arg-type]
-                sync_dist=True,
-                prog_bar=name == "loss",
-            )
+        self._log_means({f"{stage}_{name}": (mean, count) for name, mean in means.items()})
         return {"loss": means["loss"], "num_tokens": count.int()} if weighs else means["loss"]
 
     def _data_parallel_groups(self) -> vectors_of.Groups | None:

@@ -83,6 +83,7 @@ from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import run_on_rank0
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.known_warnings import ignore_warnings_of_methods
+from lightning_mcore.strategy.strategy import MCoreStrategy
 
 Batch = dict[str, Tensor]
 _BASE = "lora_base_digest"  # not "lora_base", an older digest
@@ -292,6 +293,8 @@ class MCoreGPT(SpeedLogs):
         module = cls(**own, **arguments)
         require_head(path, own["hf"]["family"], module.head)
         module._given_family = family or module._given_family
+        if module.head:
+            module._name_family()
         if stored:
             module._adapter = absolute(path)
             return module
@@ -700,6 +703,24 @@ class MCoreGPT(SpeedLogs):
         trained = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
         width_mult = self.config.mup_width_mult if self.transformer.get("use_mup") else 1.0
         return self.recipe.build(trained or everything, self.trainer, width_mult)  # a stage may train nothing
+
+    def _of_sequences(self, batch: Batch) -> tuple[Tensor, ModelInputs, Tensor]:
+        """Return the last stage's output, the inputs that it is of, and the tokens of each sequence, [sequences]."""
+        output, inputs = self.token_logits(batch)
+        lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
+        return output, inputs, lengths.reshape(-1)
+
+    @property
+    def _counts_batch(self) -> bool:
+        """Whether this batch counts; it does not if it is repeated because other ranks have one more."""
+        strategy = self.trainer.strategy
+        return not isinstance(strategy, MCoreStrategy) or strategy.logs.counts
+
+    def _log_means(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Log means with the numbers that they are means over; the step's loss is also shown by progress bars."""
+        for name, (mean, count) in values.items():
+            shown = name in ("train_loss", "val_loss", "test_loss")
+            self.log(name, mean.detach().float(), batch_size=count, sync_dist=True, prog_bar=shown)  # type: ignore[arg-type]
 
     def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
         """Return a step's loss, and log it with its weight; without one, with the number of tokens."""

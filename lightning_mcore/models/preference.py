@@ -42,8 +42,6 @@ from lightning_mcore.models.generation import evaluating
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.reference import compute_reference
-from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _REFERENCE = "preference_reference"  # key of a checkpoint
 _OFF: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "mtp_num_layers": None}
@@ -179,10 +177,7 @@ class MCorePreference(MCoreGPT):
         """
         if Preference.of(preference).gives_scores:
             family = variant_name(path, family, SCORING)
-        module = cls._of_pretrained(**passed_on(locals()))
-        if module.preference.gives_scores:
-            module._name_family()
-        return module
+        return cls._of_pretrained(**passed_on(locals()))
 
     def check_settings(self) -> None:
         """Check the settings as ``MCoreGPT`` does, and that they fit a loss over pairs.
@@ -368,21 +363,12 @@ class MCorePreference(MCoreGPT):
             each, values = self._kto(answers, batch["desirable"], prefix) if is_single else self._pairs(answers)
         # Microbatches of 3 and 1 pairs with mean losses 0.6 and 0.2: weighed by their pairs, the step's loss is 0.5
         mean, count = answers.mean(each)
-        for name, (value, weight) in {loss_name: (mean, count), **values}.items():
-            self.log(
-                name if name == loss_name else prefix + name,
-                value.detach().float(),
-                batch_size=weight,  # type: ignore[arg-type]
-                sync_dist=True,
-                prog_bar=name == loss_name,
-            )
+        self._log_means({loss_name: (mean, count), **{prefix + name: value for name, value in values.items()}})
         return {"loss": mean.float(), "num_tokens": count.int()} if weighs else mean.float()
 
     def _scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each sequence's score, which its last token has, and the sequences' lengths, both [sequences]."""
-        scores, inputs = self.token_logits(batch)
-        lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
-        lengths = lengths.reshape(-1)
+        scores, inputs, lengths = self._of_sequences(batch)
         return last_scores(scores.squeeze(-1), inputs, lengths, self._cp_group), lengths
 
     def _scored(self, batch: Batch) -> _Answers:
@@ -454,12 +440,11 @@ class MCorePreference(MCoreGPT):
         is_good, there = desirable.view(-1, 2)[:, 0], answers.there
         ratios = answers.logps - answers.reference
         rewards, logps = setting.beta * ratios[:, 0], answers.logps[:, 0]
-        strategy = self.trainer.strategy
         number = there.sum()
         sums = torch.stack([torch.where(there, ratios[:, 1], 0.0).sum(), number.to(ratios)]).detach()
-        if isinstance(strategy, MCoreStrategy) and not strategy.logs.counts:
-            sums = sums * 0  # examples that are repeated
-        divergence, examples = strategy.reduce(sums, reduce_op="sum")
+        if not self._counts_batch:
+            sums = sums * 0
+        divergence, examples = self.trainer.strategy.reduce(sums, reduce_op="sum")
         kl = (divergence / examples.clamp(min=1)).clamp(min=0)
         each = losses_of.kto_loss(
             ratios[:, 0], is_good, kl, setting.beta, setting.desirable_weight, setting.undesirable_weight
@@ -472,10 +457,6 @@ class MCorePreference(MCoreGPT):
                 values[f"rewards/{kind}"] = answers.mean(rewards, of)
                 values[f"logps/{kind}"] = answers.mean(logps, of)
         return each, values
-
-    @property
-    def _cp_group(self) -> Any:
-        return process_group("cp") if self._host() is not None else None
 
 
 def _reward_values(answers: _Answers, rewards: Tensor) -> Values:

@@ -14,11 +14,11 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from lightning_mcore.config.value_checks import from_fields, make_fields_plain
+from lightning_mcore.config.value_checks import Settings, make_fields_plain
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,7 +47,7 @@ _WITHOUT_END = (_WITHOUT_WARMUP, "constant_with_warmup", "inverse_sqrt")  # thes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Settings):
     """Optimizer and learning rate, by default AdamW with linear warm-up and cosine decay.
 
     Args:
@@ -77,6 +77,7 @@ class Recipe:
         >>> warmup_linear = Recipe(learning_rate=1e-3, lr_scheduler_type="linear", warmup_steps=100)
     """
 
+    argument = "recipe"
     learning_rate: float = 3e-4
     min_learning_rate: float = 0.0
     weight_decay: float = 0.1
@@ -116,16 +117,6 @@ class Recipe:
         for name in ("weight_decay", "eps", "sgd_momentum", "loraplus_lr_embedding"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; choose 0 or more")
-
-    @classmethod
-    def of(cls, given: "Recipe | Mapping[str, Any]") -> "Recipe":
-        """Return a recipe from a recipe or from a mapping of its fields, as in files and hyper-parameters.
-
-        Raises:
-            TypeError: It is neither a recipe nor a mapping.
-            ValueError: A name is unknown, or a value is not allowed.
-        """
-        return from_fields(cls, "recipe", given)
 
     def plain(self) -> dict[str, Any]:
         """Return all fields as plain data for YAML; :meth:`of` reads it back."""

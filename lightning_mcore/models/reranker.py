@@ -34,8 +34,6 @@ from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models import embedding as vectors
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
-from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _MEASURES = {"mrr": reranking.reciprocal_rank, "ndcg": reranking.ndcg}
 
@@ -142,8 +140,6 @@ class MCoreReranker(MCoreGPT):
             family = variant_name(path, family, SCORING)
         module = cls._of_pretrained(**passed_on(locals(), "tokens"))
         warn_of_template(path, module.reranker)
-        if module.reranker.tokens is None:
-            module._name_family()
         return module
 
     def check_settings(self) -> None:
@@ -215,21 +211,16 @@ class MCoreReranker(MCoreGPT):
 
     def _scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the score of each sequence, fp64, and the sequences' lengths, both [sequences]."""
-        logits, inputs = self.token_logits(batch)
-        lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
-        lengths = lengths.reshape(-1)
-        group = process_group("cp") if self._host() is not None else None
+        logits, inputs, lengths = self._of_sequences(batch)
         # One output or logit, or that of the first token minus that of the second
-        return last_scores(logits[..., 0] - logits[..., 1:].sum(-1), inputs, lengths, group), lengths
+        return last_scores(logits[..., 0] - logits[..., 1:].sum(-1), inputs, lengths, self._cp_group), lengths
 
     def _step(self, batch: Batch, stage: str) -> Any:
         weighs = self._config_of_chunks().calculate_per_token_loss
         vectors.require_weights(batch, weighs)
-        setting, strategy = self.reranker, self.trainer.strategy
+        setting = self.reranker
         scores, lengths = (values.view(-1, setting.documents) for values in self._scores(batch))
-        relevance, there = batch["relevance"].view_as(scores).to(scores), lengths[:, 0] > 0
-        if isinstance(strategy, MCoreStrategy) and not strategy.logs.counts:
-            there = there & False  # a batch that is repeated because other ranks have one more
+        relevance, there = batch["relevance"].view_as(scores).to(scores), (lengths[:, 0] > 0) & self._counts_batch
         values = {
             "loss": (reranking.LOSSES[setting.loss](scores, relevance), there),
             "accuracy": (reranking.is_best_first(scores.detach(), relevance), there),
@@ -244,14 +235,7 @@ class MCoreReranker(MCoreGPT):
             name: torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
             for name, (value, counted) in values.items()
         }
-        for name, mean in means.items():
-            self.log(
-                f"{stage}_{name}",
-                mean.detach().float(),
-                batch_size=values[name][1].sum(),  # type: ignore[arg-type]
-                sync_dist=True,
-                prog_bar=name == "loss",
-            )
+        self._log_means({f"{stage}_{name}": (mean, values[name][1].sum()) for name, mean in means.items()})
         loss = means["loss"].float()
         return {"loss": loss, "num_tokens": there.sum().int()} if weighs else loss
 

@@ -34,7 +34,6 @@ from lightning_mcore.layers.vision_weights import tower_flops_per_token
 from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
-from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.stage_layers import layers_of_first_chunk
 
 _OF_THE_TOWER = ("patches", "vision_grids")  # entries of a batch that do not belong to tokens
@@ -210,7 +209,7 @@ class MCoreVisionGPT(MCoreGPT):
         Args:
             batch: As :meth:`on_before_batch_transfer` returns it; without images, tokens are enough.
         """
-        group = process_group("cp") if self._host() is not None else None
+        group = self._cp_group
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         return VisionInputs.of_batch(super().model_inputs(batch), batch, rank, size)
 

@@ -352,15 +352,12 @@ class RebuiltOptimizer(MCoreOptimizer):
         if self.gradients.max_value:
             self._clip_values_and_step(self.gradients.max_value)
         else:
-            self._clip_norm_and_step(self.gradients.max_norm)
+            self._set_norm_limit(self.gradients.max_norm)
+            self._report(*self.megatron.step())
         if not self.step_skipped:
             for hook in self.user._optimizer_step_post_hooks.values():
                 hook(self, (self,), {})
         return result
-
-    def _clip_norm_and_step(self, max_norm: float) -> None:
-        self._set_norm_limit(max_norm)
-        self._report(*self.megatron.step())
 
     def _clip_values_and_step(self, max_value: float) -> None:
         # Megatron has no clipping by value, so its step is taken apart: prepare, clip, step.

@@ -25,12 +25,9 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Optimizer, _muon
 
 from lightning_mcore.parallel.groups import is_spread_expert, process_group
-
-if hasattr(torch.optim, "Muon"):  # since torch 2.9
-    from torch.optim import _muon
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -99,11 +96,6 @@ class MuonWithAdamW(Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float = 0.1,
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise ModuleNotFoundError(
-                f"MuonWithAdamW needs the Muon of torch 2.9 or newer, and {torch.__version__} is installed; update it,"
-                " or use AdamW"
-            )
         muon = torch.optim.Muon(  # not stepped: it checks the values and fills the groups with torch's defaults
             _groups(matrices, "muon"),
             lr=lr,

@@ -363,8 +363,12 @@ class MCoreModule(pl.LightningModule):
         Args:
             batch: As in :meth:`forward_step`, [b, s] or [b, s / cp]; token ids are int64.
         """
-        group = process_group("cp") if self._host() is not None else None
+        group = self._cp_group
         return ModelInputs.of(batch, *(() if group is None else (group.rank(), group.size(), self._hybrid)))
+
+    @property
+    def _cp_group(self) -> dist.ProcessGroup | None:
+        return process_group("cp") if self._host() is not None else None
 
     def normalized_loss(self, losses: Tensor, inputs: ModelInputs, normalization: LossNormalization = "tokens") -> Any:
         """Return the result of :meth:`forward_step` for token losses that you have computed or changed yourself.
@@ -376,10 +380,9 @@ class MCoreModule(pl.LightningModule):
         """
         config = self._config_of_chunks()
         check_normalization(normalization, config)
-        group = process_group("cp") if self._host() is not None else None
         assert inputs.loss_mask is not None, "losses need labels"
         if normalization == "samples":
-            mean, weight = sample_mean(losses, inputs, group)
+            mean, weight = sample_mean(losses, inputs, self._cp_group)
         elif config.calculate_per_token_loss:
             mean, weight = token_mean(losses, inputs.loss_mask)
         else:
@@ -405,8 +408,7 @@ class MCoreModule(pl.LightningModule):
         total = (losses * mask).sum()
         count = mask.sum()
         size = 1
-        if self._host() is not None and process_group("cp").size() > 1:
-            group = process_group("cp")
+        if (group := self._cp_group) is not None and group.size() > 1:
             size = group.size()
             dist.all_reduce(count, group=group)
         return total * size / count.clamp(min=1)

@@ -11,7 +11,6 @@ The other ``tp_comm_*`` fields are set in the model's ``TransformerConfig``.
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from packaging.version import Version
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
@@ -72,8 +70,7 @@ class TensorParallelOverlap:
         # Here, because importing TransformerEngine takes seconds.
         module = importlib.import_module("transformer_engine.pytorch.module.base")
         buffers = _read_yaml(self._config_path) if self._config_path is not None else {}
-        version = Version(importlib.metadata.version("transformer_engine")).release
-        module.initialize_ub(**user_buffer_arguments(shape, config, buffers, version, module))
+        module.initialize_ub(**user_buffer_arguments(shape, config, buffers, module))
         self._shape = shape
 
     def close(self) -> None:
@@ -99,32 +96,26 @@ def queue_hint(layout: ParallelLayout, capability: tuple[int, int], connections:
 
 
 def user_buffer_arguments(
-    shape: tuple[int, int],
-    config: TransformerConfig,
-    buffers: Mapping[str, Any],
-    version: tuple[int, ...],
-    te_module: Any,
+    shape: tuple[int, int], config: TransformerConfig, buffers: Mapping[str, Any], te_module: Any
 ) -> dict[str, Any]:
-    """Return the arguments of TransformerEngine's ``initialize_ub``; ``te_module`` has the modes from version 2.7 on.
+    """Return the arguments of TransformerEngine's ``initialize_ub``; ``te_module`` has the modes of quantization.
 
     Source: ``_initialize_tp_communicators`` in megatron/training/initialize.py (0.16 to 0.19).
     """
     seq_length, rows = shape
     # 4096 tokens x 2 rows on 2 context-parallel ranks make 4096 rows. TransformerEngine divides them by tp_size.
-    arguments = {
-        "shape": [seq_length * rows // config.context_parallel_size, config.hidden_size],
-        "tp_size": config.tensor_model_parallel_size,
-        "ub_cfgs": dict(buffers),
-        "bootstrap_backend": config.tp_comm_bootstrap_backend,
-    }
-    if version < (2, 7):
-        return {**arguments, "use_fp8": config.fp8 is not None}
     modes = te_module.UserBufferQuantizationMode
     quantization = [modes.FP8 if config.fp8 else modes.NONE]
     ends = config.num_layers_at_start_in_bf16 > 0 or config.num_layers_at_end_in_bf16 > 0
     if config.fp8 is not None and config.first_last_layers_bf16 and ends:
         quantization.append(modes.NONE)
-    return {**arguments, "quantization_modes": quantization}
+    return {
+        "shape": [seq_length * rows // config.context_parallel_size, config.hidden_size],
+        "tp_size": config.tensor_model_parallel_size,
+        "ub_cfgs": dict(buffers),
+        "bootstrap_backend": config.tp_comm_bootstrap_backend,
+        "quantization_modes": quantization,
+    }
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

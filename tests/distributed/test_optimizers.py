@@ -302,9 +302,6 @@ RUNS: dict[str, Run] = {
         strategy={**OVERLAPPED, **ddp(num_distributed_optimizer_instances=2)}, copies=4, world=4
     ),
 }
-if not hasattr(torch.optim, "Muon"):  # torch before 2.9
-    RUNS = {name: run for name, run in RUNS.items() if run.configure is not muon}
-
 
 THOROUGH = (  # what they combine is in runs that stay
     *("tp2-one-cycle", "tp2-rmsprop", "tp2-adagrad", "pp2-one-cycle", "pp2-adagrad", "vp2-muon-by-norm"),

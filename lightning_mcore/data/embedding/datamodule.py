@@ -142,12 +142,8 @@ class MCoreEmbeddingData(MCoreFinetuningData):
         run_on_all_ranks(self._check_batch)
 
     def _check_module(self) -> None:
-        module = self.trainer and self.trainer.lightning_module
-        if hasattr(module, "learned_losses") and not hasattr(module, "embedding"):
-            raise ValueError(
-                f"the data contains queries with texts to compare, but {type(module).__name__} does not learn from"
-                " these; train MCoreEmbedding, or read other data"
-            )
+        remedy = "does not learn from these; train MCoreEmbedding, or read other data"
+        self._require_module("embedding", "queries with texts to compare", remedy)
 
     def _check_batch(self) -> None:
         is_alone = self.batch_size == 1 and self._embedding.negatives == 0 and data_parallel_place(self.trainer)[1] == 1
@@ -161,16 +157,7 @@ class MCoreEmbeddingData(MCoreFinetuningData):
         return getattr(module, "embedding", None) or Embedding()
 
     @property
-    def _places(self) -> int:
-        """Places that a text may take; all texts of a query share a packed row."""
-        if not self.packing:
-            return self.seq_length
-        multiple = self._multiples().sub_sequence
-        return self.seq_length // self._texts // multiple * multiple
-
-    @property
     def _texts(self) -> int:
-        """Texts of a row of data."""
         return self._embedding.texts
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
@@ -232,12 +219,8 @@ class MCoreRerankingData(MCoreEmbeddingData):
     """
 
     def _check_module(self) -> None:
-        module = self.trainer and self.trainer.lightning_module
-        if hasattr(module, "learned_losses") and not hasattr(module, "reranker"):
-            raise ValueError(
-                f"the data contains queries with documents to rank, but {type(module).__name__} does not learn from"
-                " these; train MCoreReranker, or read other data"
-            )
+        remedy = "does not learn from these; train MCoreReranker, or read other data"
+        self._require_module("reranker", "queries with documents to rank", remedy)
 
     def _check_batch(self) -> None:
         setting, pad = self._reranker, self.tokenizer.pad_token_id

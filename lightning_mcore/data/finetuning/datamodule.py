@@ -258,6 +258,25 @@ class MCoreFinetuningData(pl.LightningDataModule):
                     f" these with {reader}, or train MCoreGPT"
                 )
 
+    def _require_module(self, setting: str, data: str, remedy: str) -> None:
+        """Raise ValueError for one of our modules without a setting that says how it learns from this data."""
+        module = self.trainer and self.trainer.lightning_module
+        if hasattr(module, "learned_losses") and not hasattr(module, setting):
+            raise ValueError(f"the data contains {data}, but {type(module).__name__} {remedy}")
+
+    @property
+    def _places(self) -> int:
+        """Places that a sequence may take; all sequences of a row of data share a packed row."""
+        if not self.packing:
+            return self.seq_length
+        multiple = self._multiples().sub_sequence
+        return self.seq_length // self._texts // multiple * multiple
+
+    @property
+    def _texts(self) -> int:
+        """Sequences of a row of data."""
+        return 1
+
     def train_dataloader(self) -> Any:
         """Return the loader of the training rows, shuffled in each epoch."""
         if self._stream is not None:

@@ -153,12 +153,8 @@ class PairLoading(MCoreFinetuningData):
         run_on_all_ranks(self._check_tags)
 
     def _check_module(self) -> None:
-        module = self.trainer and self.trainer.lightning_module
-        if hasattr(module, "learned_losses") and not hasattr(module, "preference"):
-            raise ValueError(
-                f"the data contains pairs of answers, but {type(module).__name__} learns from single ones; train"
-                " MCorePreference, or read single answers with MCoreFinetuningData"
-            )
+        remedy = "learns from single ones; train MCorePreference, or read single answers with MCoreFinetuningData"
+        self._require_module("preference", "pairs of answers", remedy)
 
     def _check_tags(self) -> None:
         for name, source in self.pair_sources().items():
@@ -183,12 +179,8 @@ class PairLoading(MCoreFinetuningData):
         return self._loss == "reward"
 
     @property
-    def _places(self) -> int:
-        """Places that a sequence may take; two share a packed row."""
-        if not self.packing:
-            return self.seq_length
-        multiple = self._multiples().sub_sequence
-        return self.seq_length // 2 // multiple * multiple
+    def _texts(self) -> int:
+        return 2
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
         assert isinstance(reading, PairReading)

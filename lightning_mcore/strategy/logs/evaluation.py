@@ -33,7 +33,7 @@ from torchmetrics import Metric
 
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy.logs.override import log_replaced_by
-from lightning_mcore.strategy.logs.reductions import NEUTRAL, Reduction, reduction_name
+from lightning_mcore.strategy.logs.reductions import NEUTRAL, reduction_name
 from lightning_mcore.strategy.module import rows_of
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -190,17 +190,11 @@ def _log_without_weight(
 
 @dataclass(frozen=True)
 class _Logged:
-    """A name in the results of a run, and how it was logged; ``attribute`` is the name of a metric object."""
+    """A name in the results of a run, and the other arguments of ``log`` that it was logged with."""
 
     key: str
-    name: str
-    attribute: str | None
-    reduction: Reduction
-    prog_bar: bool
-    logger: bool
+    options: dict[str, Any]
     on_step: bool
-    sync_dist: bool
-    add_dataloader_idx: bool
     dtype: torch.dtype
     weight_dtype: torch.dtype
 
@@ -262,27 +256,15 @@ def agree_on_names(module: pl.LightningModule) -> None:
 
 
 def _log_nothing(module: pl.LightningModule, logged: _Logged) -> None:
-    if logged.attribute is not None:
-        metric = module.get_submodule(logged.attribute)
-        assert isinstance(metric, Metric)
-        value: Metric | Tensor = metric
-        weight = None
+    options = logged.options
+    value: Any
+    weight: Any = None
+    if options["metric_attribute"] is not None:
+        value = module.get_submodule(options["metric_attribute"])
     else:
-        value = torch.full((), NEUTRAL[logged.reduction], dtype=logged.dtype, device=module.device)
+        value = torch.full((), NEUTRAL[options["reduce_fx"]], dtype=logged.dtype, device=module.device)
         weight = torch.zeros((), dtype=logged.weight_dtype, device=module.device)
-    module.log(
-        logged.name,
-        value,
-        prog_bar=logged.prog_bar,
-        logger=logged.logger,
-        on_step=False,
-        on_epoch=True,
-        reduce_fx=logged.reduction,
-        sync_dist=logged.sync_dist,
-        add_dataloader_idx=logged.add_dataloader_idx,
-        batch_size=weight,  # type: ignore[arg-type]  # Lightning takes a tensor too
-        metric_attribute=logged.attribute,
-    )
+    module.log(value=value, on_step=False, on_epoch=True, batch_size=weight, **options)
 
 
 def _logged(module: pl.LightningModule) -> list[_Logged]:
@@ -295,20 +277,10 @@ def _logged(module: pl.LightningModule) -> list[_Logged]:
         if not is_merged or module._current_fx_name not in meta.fx:
             continue
         reduction = next(name for name in NEUTRAL if getattr(meta, f"is_{name}_reduction"))
+        same = {name: getattr(meta, name) for name in ("name", "prog_bar", "logger", "add_dataloader_idx")}
+        options = {**same, "metric_attribute": meta.metric_attribute, "reduce_fx": reduction}
+        dtype = result.value.dtype if result.is_tensor else torch.float32
         weighted = result.is_tensor and reduction == "mean"
-        found.append(
-            _Logged(
-                key=key,
-                name=meta.name,
-                attribute=meta.metric_attribute,
-                reduction=reduction,
-                prog_bar=meta.prog_bar,
-                logger=meta.logger,
-                on_step=meta.on_step,
-                sync_dist=meta.sync.should,
-                add_dataloader_idx=meta.add_dataloader_idx,
-                dtype=result.value.dtype if result.is_tensor else torch.float32,
-                weight_dtype=result.cumulated_batch_size.dtype if weighted else torch.int64,
-            )
-        )
+        weight_dtype = result.cumulated_batch_size.dtype if weighted else torch.int64
+        found.append(_Logged(key, {**options, "sync_dist": meta.sync.should}, meta.on_step, dtype, weight_dtype))
     return found

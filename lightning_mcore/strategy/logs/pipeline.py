@@ -197,7 +197,9 @@ class PipelineLogs:
         # 3. Send from the last stage to the others, and replay on every rank.
         # Example: two microbatches log acc=0.5 (batch_size=2) and acc=1.0 (batch_size=6) on copy 0, acc=0.25 (8) twice
         # on copy 1: [0.5 * 2 + 1.0 * 6, 8, 2] + [4, 16, 2] = [11, 24, 4], so all ranks log 11 / 24 = 0.458.
-        place = (step, self._dataloader_index())
+        results = self._module.trainer._results
+        # Lightning adds this index to the names, if there are several loaders
+        place = (step, None if results is None else results.dataloader_idx)
         is_first = place not in self._known
         known = self._known.setdefault(place, [_LOSS] if over_copies else [])
         for what, counted in self._counted.items() if over_copies else ():
@@ -295,11 +297,6 @@ class PipelineLogs:
                     self._replay(name, value, weight, is_merged=unread.over_copies)
             self._log_plainly(unread.others)
 
-    def _dataloader_index(self) -> int | None:
-        """Return the index that Lightning adds to the names of the running step, if it adds one."""
-        results = self._module.trainer._results
-        return None if results is None else results.dataloader_idx
-
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if self._muted:
             return
@@ -365,8 +362,8 @@ class PipelineLogs:
         return tensor.reshape(())
 
     def _new_names(self, known: list[_Name]) -> list[_Name]:
-        by_name = {name.name: name for name in known}
-        return [entry.name for entry in self._entries.values() if not _is_known(entry.name, by_name)]
+        options = {name.name: name[1:3] for name in known}
+        return [entry.name for entry in self._entries.values() if options.get(entry.name.name) != entry.name[1:3]]
 
     def _from_last_stage(self, names: list[_Name], over_copies: bool, is_news: bool) -> Tensor:
         """Return [1 + names, 3] fp64 on every stage, as the last one merges it.
@@ -494,10 +491,6 @@ def _traces(metric: Metric) -> list[Any]:
 def _are_same(before: list[Any], after: list[Any]) -> bool:
     """Compare numbers by value and everything else by identity."""
     return all(a is b or (type(a) is int and a == b) for a, b in zip(before, after, strict=True))
-
-
-def _is_known(name: _Name, known: dict[str, _Name]) -> bool:
-    return name.name in known and known[name.name][1:3] == name[1:3]
 
 
 def _check_same_options(first: _Name, second: _Name) -> None:
