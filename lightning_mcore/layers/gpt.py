@@ -160,6 +160,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
 
     def _build_output_layer(self) -> None:
         config, layer = self.config, tensor_parallel.ColumnParallelLinear
+        is_mup = getattr(config, "use_mup", False) and not self.share_embeddings_and_output_weights  # since 0.17
         # Megatron's schedules compute the layer's weight gradient from these after the last microbatch
         self.embedding_activation_buffer: list[Tensor] | None = None
         self.grad_output_buffer: list[Tensor] | None = None
@@ -173,7 +174,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
             config.hidden_size,
             self.vocab_size,
             config=config,
-            init_method=config.init_method,
+            init_method=config.embedding_init_method if is_mup else config.init_method,
             bias=False,
             skip_bias_add=False,
             gather_output=not self.parallel_output,

@@ -313,7 +313,8 @@ def change_ends(chunk: Any, architecture: Architecture) -> None:
     if architecture.embedding_scale != 1.0 and hasattr(chunk, "embedding"):
         chunk.embedding.register_forward_hook(functools.partial(_scaled, architecture.embedding_scale))
     divisor, cap = architecture.logits_divisor, architecture.logits_cap
-    divisor /= getattr(chunk.config, "mup_output_mult", 1.0)  # since 0.17; GPTModel applies it outside the layer
+    if getattr(chunk.config, "use_mup", False):  # since 0.17; GPTModel applies it outside the layer
+        divisor /= chunk.config.mup_output_mult
     if chunk.post_process and (divisor != 1.0 or cap is not None):
         chunk.output_layer.register_forward_hook(functools.partial(_logits, divisor, cap))
 

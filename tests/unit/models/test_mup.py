@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
@@ -28,7 +29,8 @@ def model(width: int, lr: float = 0.01, **fields: Any) -> MCoreGPT:
     recipe = Recipe(
         learning_rate=lr, min_learning_rate=lr, weight_decay=0.01, optimizer=fields.pop("optimizer", "adamw")
     )
-    module = MCoreGPT(TOKENS, LENGTH, {**sizes, **fields}, recipe=recipe)
+    ends = {name: fields.pop(name) for name in ("share_embeddings_and_output_weights",) if name in fields}
+    module = MCoreGPT(TOKENS, LENGTH, {**sizes, **fields}, recipe=recipe, **ends)
     module.configure_model()
     return module
 
@@ -47,6 +49,31 @@ def test_the_logits_are_scaled_as_megatrons_are() -> None:
         assert torch.equal(found, GPTModel._scale_logits(chunk, plain))
         assert not torch.equal(found, plain)
         assert chunk.decoder.layers[0].self_attention.core_attention.softmax_scale == 8**0.5 / 8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fresh_weights_are_as_wide_as_megatrons(tied: bool) -> None:
+    torch.manual_seed(0)
+    with single_process():
+        module = model(128, share_embeddings_and_output_weights=tied, **MUP)
+        assert module.config is not None
+        theirs = GPTModel(
+            module.config,
+            get_gpt_layer_local_spec(),
+            vocab_size=TOKENS,
+            max_sequence_length=LENGTH,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+        )
+        wanted = {name: weight.std().item() for name, weight in theirs.named_parameters() if weight.dim() > 1}
+        found = dict(module.model.chunks[0].named_parameters())
+        assert len(wanted) == (9 if tied else 10)
+        assert {name: found[name].std().item() for name in wanted} == pytest.approx(wanted, rel=0.1)
+
+
+def test_a_factor_of_the_logits_without_mup_does_nothing() -> None:
+    with single_process():
+        assert not model(32, mup_output_mult=0.25).model.chunks[0].output_layer._forward_hooks
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
