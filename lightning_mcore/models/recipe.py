@@ -132,7 +132,7 @@ class Recipe(Settings):
                 )
 
     def check_model(self, has_adapters: bool, uses_mup: bool) -> None:
-        """Raise ValueError for LoRA+ without adapters, and for muP's learning rates with Muon."""
+        """Raise ValueError for LoRA+ without adapters, and for muP's learning rates with Muon or LoRA+."""
         if uses_mup and self.optimizer == "muon":
             raise ValueError(
                 "optimizer='muon' has no learning rates by width, which use_mup=True needs; choose 'adamw', or set"
@@ -142,6 +142,11 @@ class Recipe(Settings):
             raise ValueError(
                 f"loraplus_lr_ratio={self.loraplus_lr_ratio} is for adapters, and the model has none; give"
                 " lora=LoRA(...), or leave it out"
+            )
+        if self.loraplus_lr_ratio is not None and uses_mup:
+            raise ValueError(
+                f"loraplus_lr_ratio={self.loraplus_lr_ratio} sets learning rates of adapters, and so does use_mup=True;"
+                " leave one of them out"
             )
 
     def check_end(self, total: int | None) -> None:

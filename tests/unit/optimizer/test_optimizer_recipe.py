@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 from torch import nn
 
-from lightning_mcore import MCoreGPT, Recipe
+from lightning_mcore import LoRA, MCoreGPT, Recipe
 from tests.support.sentences import refuses
 
 
@@ -131,6 +131,8 @@ def test_a_recipe_that_does_not_fit_the_model_is_refused() -> None:
         MCoreGPT(32, 8, sizes, recipe=Recipe(loraplus_lr_ratio=16))
     with refuses(ValueError, "optimizer='muon'", "use_mup=True"):
         MCoreGPT(32, 8, {**sizes, "use_mup": True}, recipe=Recipe(optimizer="muon"))
+    with refuses(ValueError, "loraplus_lr_ratio=16", "use_mup=True"):
+        MCoreGPT(32, 8, {**sizes, "use_mup": True}, recipe=Recipe(loraplus_lr_ratio=16), lora=LoRA(r=2))
 
 
 def test_muon_trains_the_matrices_inside_the_layers_at_the_rate_of_adamw() -> None:
