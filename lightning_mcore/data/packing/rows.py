@@ -386,10 +386,13 @@ class TokenizedSamples(Dataset[TokenSample]):
         whole = (lengths <= row_length) & (targets > 0)
         plain = indices[whole]
         self.statistics.samples = self.statistics.packed = len(plain)
-        found = [(plain, np.zeros_like(plain), lengths[whole])]
-        found += [self._pieces(index) for index in indices[~whole].tolist()]
+        found, places = [(plain, np.zeros_like(plain), lengths[whole])], [np.flatnonzero(whole)]
+        for place in np.flatnonzero(~whole).tolist():
+            found.append(self._pieces(int(indices[place])))
+            places.append(np.full_like(found[-1][0], place))
+        order = np.argsort(np.concatenate(places), kind="stable")  # that of ``indices``
         # Sample k is piece ``_piece[k]`` of row ``_source[k]``.
-        self._source, self._piece, self.lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        self._source, self._piece, self.lengths = (np.concatenate(parts)[order] for parts in zip(*found, strict=True))
         if not len(self.lengths):
             raise ValueError(f"{name} has nothing to learn ({self.statistics}); give rows with answers")
 
