@@ -117,6 +117,19 @@ class SameBatches:
         # With dataloader_iter, the module reads as many batches as it likes.
         return not isinstance(module.trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
 
+    def check_numbers(self) -> None:
+        """Raise ``ValueError``, on all ranks, if an epoch has more batches on some ranks than on others; collective."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        numbers = all_gather_object(module.trainer.num_training_batches)
+        least, most = min(numbers), max(numbers)
+        if least != most:
+            raise ValueError(
+                f"an epoch has {least} batches on rank {numbers.index(least)} and {most} on rank {numbers.index(most)},"
+                " which would wait for each other; give every data-parallel rank equally many, or set"
+                f" limit_train_batches={least}"
+            )
+
     def end_epoch(self, loader: Any, has_batch: bool) -> None:
         """Say which ranks have no batch left; collective.
 

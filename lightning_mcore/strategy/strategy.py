@@ -442,6 +442,7 @@ class MCoreStrategy(DDPStrategy):
 
     def on_train_start(self) -> None:
         """Continue from the checkpoint."""
+        self.batches.check_numbers()
         install_sigterm_handler(self._module.trainer)
         self.resume.on_train_start()
 

@@ -346,3 +346,20 @@ def test_an_epoch_ends_on_all_ranks_where_the_first_stream_ends(
 def test_a_copy_without_any_batch_ends_the_run_on_every_rank() -> None:
     with refuses(ValueError, "the train_dataloader has no batch on rank 1"):
         make_trainer({}, max_steps=4).fit(Shares((2, 0), of_torch))
+
+
+class Listed(StagedNet):
+    """Reads a list of 4 batches on model copy 0, and of 3 on copy 1, which it shards by itself."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(4 - data_shard(self.trainer).rank))
+
+
+@on_ranks(4)
+def test_loaders_of_different_lengths_are_refused_on_every_rank() -> None:
+    settings: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False}
+    with refuses(ValueError, "an epoch has 3 batches on rank 2 and 4 on rank 0", "limit_train_batches=3"):
+        make_trainer(TP2, **settings).fit(Listed())
+    trainer = make_trainer(TP2, **settings, limit_train_batches=3)
+    trainer.fit(Listed())
+    assert trainer.global_step == 3
