@@ -96,7 +96,6 @@ def test_the_figures_are_those_of_the_step_and_rank_0_alone_writes_them() -> Non
     assert "| skipped: " in first["half"][0]
 
 
-@on_ranks(1, timeout=120)
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_notebook_has_a_bar_only_with_ipywidgets(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: name if installed else None)
@@ -105,6 +104,7 @@ def test_a_notebook_has_a_bar_only_with_ipywidgets(installed: bool, monkeypatch:
     assert bar.is_enabled == installed
 
 
+@on_ranks(1, timeout=120)
 def test_a_line_counts_the_batches_until_the_end_of_the_epoch_or_of_the_run() -> None:
     """An epoch of five batches is two steps of four and one; the third step ends the run after four batches."""
     out = io.StringIO()
