@@ -90,12 +90,7 @@ INDEXER = (("indexer_freq", (1, 0)), ("index_topk", 64), ("index_n_heads", 2), (
 
 OPTIONS = (
     # experts: who goes where
-    Option(
-        "sigmoid-with-bias + experts-with-biases",
-        SIGMOID | NO_BALANCE | {"add_bias_linear": True},
-        (EP2, MOE_SPREAD),
-        (MOE_TP2, Layout(moe=True, pp=2, cp=2, ep=2)),
-    ),
+    Option("sigmoid-with-bias", SIGMOID | NO_BALANCE, (EP2,), (MOE_TP2, Layout(moe=True, pp=2, cp=2, ep=2))),
     Option("aux-and-z-loss", {"moe_z_loss_coeff": 0.02}, (MOE_TP2,), (EP2,)),
     Option("aux-and-z-loss-by-tokens", {"moe_z_loss_coeff": 0.02}, (MOE_CP2,), (MOE_TP2, MOE_PP2), recipe=TOKENS),
     Option(
@@ -127,6 +122,7 @@ OPTIONS = (
         (MOE_TP2,),
         (EP2, MOE_PP2, MOE_CP2),
     ),
+    Option("sinkhorn", {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}, (EP2,), (MOE_PP2,)),
     Option("capacity", {"moe_expert_capacity_factor": 1.0}, (EP2,), (MOE_PP2,)),
     Option(
         "capacity-padded-by-position",
@@ -150,16 +146,12 @@ OPTIONS = (
         (EP2, MOE_CP2),
     ),
     Option(
-        "shared-expert-overlapped + sinkhorn",
-        {
-            "moe_shared_expert_intermediate_size": 32,
-            "moe_shared_expert_overlap": True,
-            "moe_router_load_balancing_type": "sinkhorn",
-            "moe_aux_loss_coeff": 0.0,
-        },
+        "shared-expert-overlapped",
+        {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
         (EP2,),
-        (MOE_TP2, MOE_PP2),
+        (MOE_TP2,),
     ),
+    Option("experts-with-biases", {"add_bias_linear": True}, (EP2, MOE_SPREAD)),
     Option("narrow-experts-with-biases", {"moe_latent_size": 20, "add_bias_linear": True}, (EP2, MOE_SPREAD)),
     Option("experts-every-second-layer", {"moe_layer_freq": 2}, (MOE_PP2,), (EP2,), num_layers=4),
     Option(

@@ -96,7 +96,7 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", True),),
     },
     "2 more": {
-        Layout(tp=2, sp=True): SCORED[:1],
+        Layout(tp=2, sp=True): (DENSE[0], SCORED[0]),
         Layout(pp=2): DENSE[:1],
         Layout(cp=2): (DENSE[1], ("kto", "qwen2", False), SCORED[1]),
         Layout(dp=2, distributed_optimizer=True): DENSE[1:],
