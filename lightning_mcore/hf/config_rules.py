@@ -34,11 +34,25 @@ class ConfigRule(Protocol):
         ...
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Return the fields that the keys set; ValueError, which lists the supported values, for another one."""
+        """Return the fields that the keys set.
+
+        Args:
+            config: The Hugging Face config.
+
+        Raises:
+            ValueError: A value is not supported; the message lists the supported values.
+        """
         ...
 
     def write(self, fields: Fields) -> dict[str, Any]:
-        """Return the keys for all fields of a model; ValueError, which names the field, if a value has no key."""
+        """Return the Hugging Face keys.
+
+        Args:
+            fields: All fields of a model, with defaults.
+
+        Raises:
+            ValueError: The family has no key for a value; the message names the field.
+        """
         ...
 
 
@@ -76,7 +90,11 @@ class Same:
         return {} if value is None else {self.field: value}
 
     def check(self, config: Config) -> None:
-        """Check a config that may be incomplete; ValueError if the value is out of range or not a number."""
+        """Check the range, in a config that may be incomplete.
+
+        Raises:
+            ValueError: The value is out of range, or not a number.
+        """
         if self.at_least is not None:
             for key in self.keys:
                 if config.get(key) is not None:
@@ -89,7 +107,11 @@ class Same:
 
 @dataclass(frozen=True)
 class Preset:
-    """Initial values of ``fields`` that do not change the model's numbers; the user may change them."""
+    """Initial values of fields that do not change the model's numbers; the user may change them.
+
+    Args:
+        fields: The values by field name.
+    """
 
     fields: dict[str, Any]
     keys: tuple[str, ...] = ()
@@ -105,7 +127,11 @@ class Preset:
 
 @dataclass(frozen=True)
 class Constants(Preset):
-    """Fields that every model of the family has; unlike with :class:`Preset`, other values cannot be exported."""
+    """Fields that every model of the family has; unlike with :class:`Preset`, other values cannot be exported.
+
+    Args:
+        fields: The values by field name.
+    """
 
     def write(self, fields: Fields) -> dict[str, Any]:
         """Raise ValueError for other values, because the config has no key for them."""
@@ -150,7 +176,11 @@ class Only:
 
 @dataclass(frozen=True)
 class Unused:
-    """Keys that do not change what a model with given weights computes."""
+    """Keys that do not change what a model with given weights computes.
+
+    Args:
+        keys: The keys in the Hugging Face config.
+    """
 
     keys: tuple[str, ...]
 

@@ -8,9 +8,7 @@ export use the same list. Rules know nothing about ranks: a rank that holds a re
 (:meth:`Block.within`).
 
 Megatron's names are the names in checkpoints. Layer weights are named without their prefix
-(``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). In a rule, ``megatron`` is the name of a Megatron
-tensor, and ``hf``, or what its rows are (``query``, ``key``), that of a Hugging Face tensor. ``weight_map.py`` applies
-the rules to a model.
+(``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` applies the rules to a model.
 """
 
 import itertools
@@ -115,7 +113,12 @@ class WeightRule(Protocol):
         ...
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return the blocks of a Megatron tensor, from its whole shape (of a layer, not a rank) and all fields."""
+        """Return the blocks of the Megatron tensor.
+
+        Args:
+            shape: Shape of the whole tensor (of one layer, not of one rank).
+            fields: The model's settings, by Megatron's names.
+        """
         ...
 
 
@@ -130,7 +133,13 @@ class _OneToOne:
 
 @dataclass(frozen=True)
 class Rename(_OneToOne):
-    """The same tensor under another name."""
+    """The same tensor under another name.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+        in_fp32: Whether the Hugging Face model keeps it in fp32.
+    """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block: the whole tensor."""
@@ -140,7 +149,12 @@ class Rename(_OneToOne):
 
 @dataclass(frozen=True)
 class Transpose(_OneToOne):
-    """A matrix that Hugging Face keeps transposed, as in GPT-2."""
+    """A matrix that Hugging Face keeps transposed, as in GPT-2.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+    """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block: the whole tensor."""
@@ -149,7 +163,13 @@ class Transpose(_OneToOne):
 
 @dataclass(frozen=True)
 class Stack(_OneToOne):
-    """A stack of matrices, one per expert, that Hugging Face also keeps as one tensor, perhaps ``transposed``."""
+    """A stack of matrices, one per expert, that Hugging Face also keeps as one tensor.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+        transposed: Whether Hugging Face's matrices are transposed.
+    """
 
     transposed: bool = False
 
@@ -160,7 +180,13 @@ class Stack(_OneToOne):
 
 @dataclass(frozen=True)
 class InterleavedStack(Stack):
-    """A :class:`Stack` in which Hugging Face alternates the rows of each expert's gate and up projections or biases."""
+    """A :class:`Stack` in which Hugging Face alternates the rows of each expert's gate and up projections (or biases).
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+        transposed: Whether Hugging Face's matrices are transposed.
+    """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block for the gates and one for the up projections."""
@@ -178,7 +204,12 @@ class InterleavedStack(Stack):
 
 @dataclass(frozen=True)
 class Vocabulary(_OneToOne):
-    """A matrix with one row per token. Megatron pads it with zero rows at the end."""
+    """A matrix with one row per token. Megatron pads it with zero rows at the end.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+    """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block: the rows without padding."""
@@ -188,7 +219,12 @@ class Vocabulary(_OneToOne):
 
 @dataclass(frozen=True)
 class Rows:
-    """Tensors of equally many rows, one after the other, such as an MLP's gate and up projections."""
+    """Tensors of equally many rows, one after the other, such as an MLP's gate and up projections.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's names, in order.
+    """
 
     megatron: str
     hf: tuple[str, ...]
@@ -209,6 +245,12 @@ class QueryKeyValue:
     - group 1: query rows 4-7, key rows 2-3, value rows 2-3 (Megatron's rows 8-15).
 
     So the second of two tensor-parallel ranks, which holds rows 8-15, reads only the second half of each.
+
+    Args:
+        megatron: Megatron's name.
+        query: Hugging Face's name of the queries.
+        key: Hugging Face's name of the keys.
+        value: Hugging Face's name of the values.
     """
 
     megatron: str
@@ -232,7 +274,12 @@ class QueryKeyValue:
 class GatedQueryKeyValue(QueryKeyValue):
     """:class:`QueryKeyValue` with output gates, which Megatron stores after all queries of their group.
 
-    ``gate`` names the gates; None if the query tensor has each head's gate after its query.
+    Args:
+        megatron: Megatron's name.
+        query: Hugging Face's name of the queries.
+        key: Hugging Face's name of the keys.
+        value: Hugging Face's name of the values.
+        gate: Hugging Face's name of the gates; None if the query tensor has each head's gate after its query.
     """
 
     gate: str | None = None
@@ -261,6 +308,7 @@ class DeltaNetRows:
     """Rows of the heads of a gated delta net or of Kimi delta attention, which Megatron stores key head by key head.
 
     Args:
+        megatron: Megatron's name.
         parts: What one key head has, in Megatron's order. Each part is the name of a Hugging Face tensor and what lies
             together there for each key head: ``"key"`` (the channels of a key), ``"value"`` (the channels of its
             values) and ``"head"`` (one row per value head). If several parts name the same tensor, each fills it for
@@ -303,6 +351,8 @@ class MambaRows:
     """Rows of a Mamba 2 layer, which Megatron stores unit by unit, and Hugging Face part by part.
 
     Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
         parts: What the tensor consists of, in order: ``"value"`` (the channels of heads), ``"vector"`` (the rows of all
             groups' memories) and ``"head"`` (one row for each head).
     """
@@ -334,7 +384,12 @@ class MambaRows:
 
 @dataclass(frozen=True)
 class JoinedQueryKeyValue:
-    """:class:`QueryKeyValue` for Hugging Face models with one tensor: all queries, then all keys, then all values."""
+    """:class:`QueryKeyValue` for Hugging Face models with one tensor: all queries, then all keys, then all values.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+    """
 
     megatron: str
     hf: str
@@ -352,7 +407,11 @@ class JoinedQueryKeyValue:
 
 @dataclass(frozen=True)
 class Experts:
-    """A stack of tensors; ``each`` is the rule for one expert, with ``{expert}`` in Hugging Face's names."""
+    """A stack of tensors, one per expert.
+
+    Args:
+        each: The rule for one expert, with ``{expert}`` in Hugging Face's names.
+    """
 
     each: WeightRule
 
