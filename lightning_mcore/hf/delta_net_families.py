@@ -44,11 +44,13 @@ def _memory_layers(field: str, sizes: Iterable[str], *more_keys: str) -> Derived
             refuse_unless("layer_types", kind, (_DELTA_NET, _ATTENTION), "the family has no other layers")
         for key in sizes:
             refuse_outside(key, config[key], 1)
-        heads, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
-        if field == "delta_net" and values % heads:
-            raise ValueError(
-                f"linear_num_value_heads={values} is not supported; only multiples of linear_num_key_heads={heads} are"
-            )
+        if "linear_num_value_heads" in sizes:  # Kimi's layers have one number of heads
+            heads, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+            if values % heads:
+                raise ValueError(
+                    f"linear_num_value_heads={values} is not supported; only multiples of"
+                    f" linear_num_key_heads={heads} are"
+                )
         flags = [int(kind == _DELTA_NET) for kind in kinds]
         given = {"linear_attention_freq": flags, **{key: config[key] for key in sizes}}
         return {field: given} if any(flags) else {}
