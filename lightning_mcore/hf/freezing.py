@@ -54,7 +54,7 @@ def train_only(
     fields: Mapping[str, Any],
     parts: Sequence[str],
 ) -> AdaptedModel:
-    """Freeze all weights but those whose names contain one of ``parts``, and return which are trained."""
+    """Train only the weights with one of ``parts`` in their names, freeze the others, and return the trained ones."""
     trained = trained_model(tensors, family, fields, parts)
     for index, chunk in enumerate(chunks.bare):
         # Checkpoints hold the frozen weights too, unlike with LoRA

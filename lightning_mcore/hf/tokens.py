@@ -46,7 +46,7 @@ def difference_from_model(path: str | None, trained: Mapping[str, int]) -> str |
 
 
 def lost_in_export(path: str, tokenizer: Any, template: str, end: int | None) -> Iterator[str]:
-    """Yield what an export of ``path`` will not say about the template of the data, whose turns end with ``end``."""
+    """Yield what an export of ``path`` will lack of the data's template; its turns end with the token ``end``."""
     if tokenizer.chat_template is None:
         yield (
             f"the data is written with the template {template!r}, but the exported folder gets the tokenizer of"

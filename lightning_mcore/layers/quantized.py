@@ -166,7 +166,7 @@ def check_quantized_layers(transformer_impl: str) -> None:
 
 
 def check_blocks(columns: Mapping[str, int], tp: int, etp: int) -> None:
-    """Raise ValueError for ``columns``, by Megatron's weight names, whose rows on a rank are not whole blocks."""
+    """Raise ValueError if the rows of a weight do not hold whole blocks on a rank; ``columns`` is by weight name."""
     for name, whole in columns.items():
         if name.startswith("decoder.") and name.endswith(".weight") and ("linear_" in name or "_latent_proj" in name):
             is_split = name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight"))

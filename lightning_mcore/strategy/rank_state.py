@@ -34,7 +34,7 @@ def kind_of(loader: object) -> LoaderKind:
 
 
 def epoch_of(loader: Any) -> int | None:
-    """Return the epoch in whose order a loader's dataset is read, as in Hugging Face streams; None without one."""
+    """Return the epoch that orders a loader's dataset, as in Hugging Face streams; None without one."""
     dataset = getattr(loader, "dataset", None)
     epoch = getattr(dataset, "epoch", None)
     return epoch if isinstance(epoch, int) and callable(getattr(dataset, "set_epoch", None)) else None

@@ -121,6 +121,7 @@ class SameBatches:
         """Raise ``ValueError``, on all ranks, if an epoch has more batches on some ranks than on others; collective."""
         module = self._strategy.lightning_module
         assert module is not None
+        # Rank 0 with 4 batches would wait in its last step for rank 1, which has 3; streams are infinite on all ranks
         numbers = all_gather_object(module.trainer.num_training_batches)
         least, most = min(numbers), max(numbers)
         if least != most:
@@ -357,6 +358,7 @@ class _Ended(Iterator[Any]):
     def __next__(self) -> Any:
         """Return the next batch, if every rank has one."""
         batch = next(self._inner, _END)
+        # Also on a rank that has one: it must not train on a batch that another rank lacks
         if all_true(batch is not _END):
             return batch
         self._batches.end_epoch(self._loader, batch is not _END)

@@ -14,7 +14,7 @@ from lightning_mcore.hf.source import planned_settings
 
 
 def trained_parts(keys: FactoryKeys) -> list[str]:
-    """Return parts of names; the weights whose Hugging Face names contain one of them are trained."""
+    """Return parts of Hugging Face names; weights with one of these parts in their names are trained."""
     family, fields = family_and_fields(planned_settings(str(keys.model_name_or_path)))
     names = [name for of_weight in tensor_names(family, fields).values() for name in of_weight]
     prefix = family.layer_prefix.partition("{layer}")[0]

@@ -70,7 +70,7 @@ class LossRecord(Callback):
             _forget_after(self._file, self._first)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Keep the learning rate of this step; after it, the scheduler sets that of the next."""
+        """Keep the learning rate of this step, before the scheduler sets the next one."""
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = max(rates, default=0.0)
 

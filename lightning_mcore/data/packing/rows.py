@@ -390,7 +390,8 @@ class TokenizedSamples(Dataset[TokenSample]):
         for place in np.flatnonzero(~whole).tolist():
             found.append(self._pieces(int(indices[place])))
             places.append(np.full_like(found[-1][0], place))
-        order = np.argsort(np.concatenate(places), kind="stable")  # that of ``indices``
+        # Rows 0 and 2 fit and row 1 becomes two pieces: found at places 0, 2, 1, 1, they get the order 0, 1, 1, 2
+        order = np.argsort(np.concatenate(places), kind="stable")
         # Sample k is piece ``_piece[k]`` of row ``_source[k]``.
         self._source, self._piece, self.lengths = (np.concatenate(parts)[order] for parts in zip(*found, strict=True))
         if not len(self.lengths):
