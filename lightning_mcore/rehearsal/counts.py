@@ -17,6 +17,7 @@ Example::
     counts.waits  # {("file.py:3", "reads a value"): 1}
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -24,9 +25,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import torch
+from megatron import core
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -38,9 +41,12 @@ from lightning_mcore.parallel.pipeline import Pipeline
 
 _ALLOCATED = 512  # bytes of which PyTorch's CUDA allocator hands out multiples
 _REAL_COPY = 2**20  # bytes up to which a copy to the host gets (assumed) values
-_OF_OTHERS = ("/torch/", "/contextlib.py", "/lightning_mcore/rehearsal/", "/lightning_mcore/te_cpu/", "/functools.py")
+_OURS = Path(__file__).parents[1]
+# Beginnings of paths, because a user's project may lie in a folder named torch or lightning_mcore
+_OF_TORCH = (f"{Path(torch.__file__).parent}{os.sep}", f"{_OURS / 'rehearsal'}{os.sep}")
+_OF_OTHERS = (*_OF_TORCH, f"{_OURS / 'te_cpu'}{os.sep}", contextlib.__file__, functools.__file__)
 # Megatron may be a checkout
-_OF_LIBRARIES = ("/site-packages/", "/lightning_mcore/", "/megatron/core/", "/transformer_engine/")
+_OF_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (_OURS, Path(core.__file__).parent))
 # Functions that do not get 1 for what they read: whether gradients have overflowed, and whether a metric has seen NaNs
 _ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0, "_cast_and_nan_check_input": 0}
 
@@ -340,7 +346,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._wait_at(frame, what)
         given = self._given(frame) if value is None else value
         answer = _ANSWERS.get(frame.f_code.co_name, 1) if given is None else given
-        if not any(part in frame.f_code.co_filename for part in _OF_LIBRARIES):
+        file = frame.f_code.co_filename
+        if not (file.startswith(_OF_LIBRARIES) or "/site-packages/" in file or "/transformer_engine/" in file):
             self.reads[_place(frame)] = answer
         return answer
 
@@ -369,13 +376,18 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _caller() -> Any:
     """Return the frame of the line outside PyTorch and this package's rehearsals that runs now."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _OF_OTHERS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OF_OTHERS):
         frame = frame.f_back
     return frame
 
 
 def _place(frame: Any) -> str:
     return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def is_of_torch(file: str) -> bool:
+    """Return whether a source file is PyTorch's, or one of those that play a rehearsal."""
+    return file.startswith(_OF_TORCH)
 
 
 def short(file: str) -> str:

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from lightning_mcore.parallel.megatron_import import import_megatron
 from lightning_mcore.parallel.rank_watch import SET_PARENT_DEATH_SIGNAL
 from lightning_mcore.planning.machines import Machine
-from lightning_mcore.rehearsal.counts import short
+from lightning_mcore.rehearsal.counts import is_of_torch, short
 from lightning_mcore.rehearsal.library import fake_cuda_library
 from lightning_mcore.rehearsal.rank import Build, RankReport, World, play, world_of
 
@@ -199,14 +199,14 @@ def _sentence(error: Exception) -> str:
     """Return one line about an error, with the line that causes it, and what was assumed of values."""
     text = " ".join(str(error).split()) or type(error).__name__
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if not _is_of_torch(frame.filename)]
+    frames = [frame for frame in stack if not is_of_torch(frame.filename)]
     where = f"{short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
         return f"{where}: {text} needs the values of a tensor, which a rehearsal does not have; {_ASSUME % where}"
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{where}: {error.filename} does not exist; a rehearsal builds the run's own module and data, so add it"
     lacks_kernel = isinstance(error, UnsupportedOperatorException | NotImplementedError) or "no fake impl" in text
-    if lacks_kernel and _is_of_torch(stack[-1].filename):
+    if lacks_kernel and is_of_torch(stack[-1].filename):
         return (
             f"{where}: {text.partition('. ')[0]}: an operator has no fake kernel, which a rehearsal needs; add one with"
             " torch.library.register_fake"
@@ -214,7 +214,7 @@ def _sentence(error: Exception) -> str:
     if reads := getattr(error, "reads", {}):
         places = ", ".join(f"{value:g} for {place}" for place, value in reads.items())
         text += f" (a rehearsal assumed {places}; --assume FILE:LINE=VALUE assumes another value)"
-    return f"{where}: {text}" if frames and _is_of_torch(stack[-1].filename) else text
+    return f"{where}: {text}" if frames and is_of_torch(stack[-1].filename) else text
 
 
 _ASSUME = "say how many elements it selects with --assume %s=COUNT"
@@ -223,7 +223,3 @@ _ASSUME = "say how many elements it selects with --assume %s=COUNT"
 def _lines(read: Iterable[str]) -> str:
     places = ", ".join(sorted(where[1:] for where in read))
     return f"lines that do: {places}" if read else "no line of the module does, so leave --assume out"
-
-
-def _is_of_torch(file: str) -> bool:
-    return "/torch/" in file or "/lightning_mcore/rehearsal/" in file

@@ -134,7 +134,7 @@ def _share_gloo_device() -> None:
         return of_torch.create_device(interface=interface) if interface else of_torch.create_default_device()
 
     class OnOneDevice(of_torch):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_of_later_releases: Any) -> None:
             options = of_torch._Options()
             options._devices, options._threads, options._timeout = [device()], 2, timeout
             super().__init__(store, rank, size, options)

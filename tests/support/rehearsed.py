@@ -257,6 +257,15 @@ def plain_run(fault: str = "", rows: int = 64) -> tuple[pl.Trainer, pl.Lightning
     return trainer, Plain(fault), (DataLoader(torch.ones(rows, 1024), batch_size=8),)
 
 
+def run_of_file(file: str) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run whose step stands in a file, and reads a value on its second line."""
+    step = "def training_step(self, batch, batch_idx):\n    return self.layer(batch).sum() * batch.sum().item()"
+    names: dict[str, Any] = {}
+    exec(compile(step, file, "exec"), names)
+    trainer, _, data = plain_run()
+    return trainer, type("OfFile", (Plain,), names)(), data
+
+
 def job(build: Any, *ranks: int, assume: dict[str, float] | None = None, device: str = "h100") -> Job:
     """Return a run to rehearse, with its default ranks if none are given."""
     return Job(build, ranks or None, 8, MACHINES[device], assume or {})

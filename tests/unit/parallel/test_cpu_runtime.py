@@ -266,6 +266,7 @@ def zeros_of_a_script(size: int) -> torch.Tensor:
     return torch.zeros([size])
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # an error from torch 2.14 on
 def test_a_function_can_be_scripted_inside(runtime: None) -> None:
     scripted = torch.jit.script(zeros_of_a_script)
     assert scripted(2).tolist() == [0.0, 0.0]

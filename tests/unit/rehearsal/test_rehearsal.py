@@ -18,7 +18,7 @@ from lightning_mcore.rehearsal import RankReport, rehearse
 from lightning_mcore.rehearsal.device import Answers
 from lightning_mcore.rehearsal.processes import Failure, Played
 from tests.support import rehearsed
-from tests.support.rehearsed import gpt_run, job, plain_run, play, watched_trainer
+from tests.support.rehearsed import gpt_run, job, plain_run, play, run_of_file, watched_trainer
 
 
 def line_of(text: str) -> str:
@@ -26,9 +26,11 @@ def line_of(text: str) -> str:
     return f"tests/support/rehearsed.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
+PROJECT = "/home/user/torch/lightning_mcore/train.py"
 LOSS, SELECTION = line_of("loss.item() > 1"), line_of("output > 0")
 JOBS = {
     "plain": job(plain_run),
+    "project": job(partial(run_of_file, PROJECT)),
     "one": job(gpt_run),
     "pp2": job(partial(gpt_run, world=4, pipeline_model_parallel_size=2)),
     "watched": job(partial(gpt_run, world=4, pipeline_model_parallel_size=2, trainer=watched_trainer)),
@@ -142,6 +144,11 @@ def test_a_line_reads_what_is_assumed_for_it(found: dict[str, Played | Failure])
         LOSS: "reads a value",
         SELECTION: "counts what values select",
     }
+
+
+def test_a_project_may_lie_in_folders_that_are_named_like_packages(found: dict[str, Played | Failure]) -> None:
+    [rank] = ranks_of(found["project"])
+    assert rank.reads == {f"{PROJECT}:2": 1}
 
 
 def test_without_a_compiler_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
