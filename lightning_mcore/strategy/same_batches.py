@@ -8,7 +8,9 @@ compare checksums of batches where Lightning's loops read them, and raise on all
 ``parallel/rank_watch.py`` ends the others. User code that reads a loader, perhaps on one rank, compares nothing.
 
 A stream may have more batches for one copy than for another. So before each batch of a stream, all ranks agree that
-each of them has one; where one has none, the epoch ends on all, as it does for ``data/finetuning/stream.py``.
+each of them has one; where one has none, the epoch ends on all, as it does for ``data/finetuning/stream.py``. In
+evaluation no row is left out: the other ranks continue, and if their layers communicate with a rank that has no more
+batches, it repeats its last one, which then does not count.
 
 With ``broadcast_batches=True``, the first rank of each copy reads and sends its batches to the others, with the random
 states that reading left. ``strategy.py`` passes every loader through :class:`SameBatches`.
@@ -36,7 +38,7 @@ from lightning_mcore.data.batches import Fact, batch_facts
 from lightning_mcore.data.finetuning.stream import StreamLoader
 from lightning_mcore.data.position import TrackedSampler
 from lightning_mcore.parallel.consensus import all_gather_object, all_true
-from lightning_mcore.parallel.groups import model_copy_group
+from lightning_mcore.parallel.groups import model_copy_group, process_group
 from lightning_mcore.parallel.random_state import RandomState, put_common, take_common
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class SameBatches:
         self._strategy = strategy
         self.sends = sends
         self._compared: list[Any] = []  # loaders whose first batch every rank has read
+        self._repeated: dict[int, int] = {}  # by the id of a loader, from which batch on this rank repeats
         self._restores = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +86,7 @@ class SameBatches:
         if self._strategy.layout.model_parallel_size > 1:
             length = sized_len(loader)
             self.compare(f"{self.name_of(loader)} has {'no known number of' if length is None else length} batches", [])
-        elif not self._ends_on_all_ranks(loader):
+        elif self._pass_of_stream(loader) is None:
             return loader
         kind = type(loader)
         if _MARK in vars(kind):  # read in two stages, or after a reload
@@ -103,19 +106,41 @@ class SameBatches:
     def begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass of Lightning's loops over a loader."""
         in_copy = self._begin_in_copy(loader, begin)
-        return _Ended(self, loader, in_copy) if self._ends_on_all_ranks(loader) else in_copy
+        kind = self._pass_of_stream(loader)
+        return in_copy if kind is None else kind(self, loader, in_copy)
 
-    def _ends_on_all_ranks(self, loader: Any) -> bool:
-        """Whether this is a stream to train on, which several model copies share."""
+    def _pass_of_stream(self, loader: Any) -> "type[_Ended | _Evaluated] | None":
+        """Return how several model copies read a stream together; None for other loaders and for predictions."""
         module, layout = self._strategy.lightning_module, self._strategy.layout
         if module is None or layout.data_parallel_size(self._strategy.world_size) == 1:
-            return False
-        if module.trainer.state.stage != RunningStage.TRAINING:
-            return False
+            return None
+        trainer, stage = module.trainer, module.trainer.state.stage
+        assert stage is not None
+        if not (stage == RunningStage.TRAINING or stage.evaluating):
+            return None
         if ends_with_its_length(loader) or isinstance(loader, StreamLoader):  # the second does it itself
-            return False
+            return None
+        loop = trainer.fit_loop if stage == RunningStage.TRAINING else trainer._evaluation_loop
         # With dataloader_iter, the module reads as many batches as it likes.
-        return not isinstance(module.trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+            return None
+        return _Ended if stage == RunningStage.TRAINING else _Evaluated
+
+    @property
+    def runs_with_other_copies(self) -> bool:
+        """Whether layers communicate with other model copies: they share experts, or gather parameters."""
+        experts_of_copy = process_group("tp_cp").size() % process_group("experts").size() == 0
+        return not experts_of_copy or self._strategy.gradients.data_parallel_sharding is not None
+
+    def is_repeated(self, loader: Any, batch_idx: int) -> bool:
+        """Whether this rank repeats an earlier batch of a stream, because only other ranks have more."""
+        return batch_idx >= self._repeated.get(id(loader), sys.maxsize)
+
+    def repeat_from(self, loader: Any, batch_idx: int | None) -> None:
+        """Set from which batch on this rank repeats; None if it does not."""
+        self._repeated.pop(id(loader), None)
+        if batch_idx is not None:
+            self._repeated[id(loader)] = batch_idx
 
     def check_numbers(self) -> None:
         """Raise ``ValueError``, on all ranks, if an epoch has more batches on some ranks than on others; collective."""
@@ -137,22 +162,31 @@ class SameBatches:
         Raises ``ValueError``, on all ranks, if some have none at all: nothing would be learnt, and a run that counts
         steps would never end.
         """
-        have = all_gather_object(has_batch)
-        if not any(have):
-            return
-        ended = [rank for rank, has in enumerate(have) if not has]
-        which = f"rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended[:8]))}{', ...' if ended[8:] else ''}"
         module = self._strategy.lightning_module
         assert module is not None
-        if module.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+        which = self.without_batch(loader, has_batch, module.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        if which:
+            rank_zero_warn(
+                f"the epoch ends on all ranks, because the {self.name_of(loader)} has no more batches on {which}; the"
+                " rest of the other ranks' batches is skipped. Give all data-parallel ranks equal shares to avoid this."
+            )
+
+    def without_batch(self, loader: Any, has_batch: bool, num_read: int) -> str:
+        """Return which ranks have no batch left, in words; empty if no rank has one; collective.
+
+        Raises ``ValueError``, on all ranks, if some of them had none from the beginning.
+        """
+        have = all_gather_object(has_batch)
+        if not any(have):
+            return ""
+        ended = [rank for rank, has in enumerate(have) if not has]
+        which = f"rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended[:8]))}{', ...' if ended[8:] else ''}"
+        if num_read == 0:
             raise ValueError(
                 f"the {self.name_of(loader)} has no batch on {which}, but has some on others; give every data-parallel"
                 " rank rows to read"
             )
-        rank_zero_warn(
-            f"the epoch ends on all ranks, because the {self.name_of(loader)} has no more batches on {which}; the rest"
-            " of the other ranks' batches is skipped. Give all data-parallel ranks equal shares to avoid this."
-        )
+        return which
 
     def _begin_in_copy(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass that is the same on the ranks of a model copy."""
@@ -363,6 +397,43 @@ class _Ended(Iterator[Any]):
             return batch
         self._batches.end_epoch(self._loader, batch is not _END)
         raise StopIteration
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop everything, as ``_Pass`` does."""
+        return {}
+
+
+class _Evaluated(Iterator[Any]):
+    """One pass over a stream to evaluate on, of which every rank has a batch.
+
+    If layers communicate with other model copies, it has as many on all ranks: one without repeats its last.
+    """
+
+    def __init__(self, batches: SameBatches, loader: Any, inner: Iterator[Any]) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._inner = inner
+        self._number = 0
+        self._last: Any = _END
+        self._is_shared = batches.runs_with_other_copies
+        batches.repeat_from(loader, None)
+
+    def __next__(self) -> Any:
+        """Return the next batch, or the last one again."""
+        number, self._number = self._number, self._number + 1
+        is_repeated = self._batches.is_repeated(self._loader, number)
+        batch = _END if is_repeated else next(self._inner, _END)
+        has_batch = batch is not _END
+        if number == 0 or self._is_shared:
+            if not all_true(has_batch) and not self._batches.without_batch(self._loader, has_batch, number):
+                raise StopIteration
+            if not (has_batch or is_repeated):
+                self._batches.repeat_from(self._loader, number)
+            self._last = batch if has_batch else self._last
+            return self._last
+        if not has_batch:
+            raise StopIteration
+        return batch
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop everything, as ``_Pass`` does."""

@@ -5,15 +5,18 @@ The other side is Lightning's own ``"auto"`` strategy, which cuts nothing.
 """
 
 from collections import namedtuple
+from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, data_shard
 from lightning_mcore.strategy.pipeline_runner import PipelineRunner
 from tests.parity.global_tensors import fill_weights
 from tests.support.ranks import on_ranks, run_ranks
@@ -218,6 +221,63 @@ def test_ranks_that_share_experts_run_equally_often(strategy: dict[str, Any], di
     for rank, (found, own) in enumerate(ranks):
         assert found == pytest.approx(whole, rel=1e-5)
         assert torch.equal(torch.cat(own), torch.cat(predicted)[rank % 2 :: 2])
+
+
+DENSE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "hidden_dropout": 0.0}
+
+
+class Rows(IterableDataset[Batch]):
+    """Some of 7 rows; row i has i + 1 labels. Its length is unknown."""
+
+    def __init__(self, first: int, end: int, skipped: tuple[int, ...] = ()) -> None:
+        self.chosen = [row for row in range(first, end) if row not in skipped]
+
+    def __iter__(self) -> Iterator[Batch]:
+        rows: Any = texts(7, 8, 64).dataset
+        for row in self.chosen:
+            labels = rows[row]["labels"].clone()
+            labels[row + 1 :] = -100
+            yield {"tokens": rows[row]["tokens"], "labels": labels}
+
+
+def on_streams(strategy: Any, model: dict[str, Any], first_copy: int, limit: int | None) -> dict[str, float]:
+    """Validate streams, of which model copy 0 has the first rows, and copy 1 the others."""
+    module = Experts(64, 8, model)
+
+    class Streams(pl.LightningDataModule):
+        def val_dataloader(self) -> Any:
+            shares = [(0, first_copy), (first_copy, 7)]
+            return DataLoader(Rows(*shares[data_shard(self.trainer).rank]), batch_size=2)
+
+    trainer = make_trainer(strategy, limit_val_batches=limit)
+    [found] = trainer.validate(module, datamodule=Streams(), verbose=False)
+    return dict(found)
+
+
+def all_rows(model: dict[str, Any], skipped: tuple[int, ...]) -> dict[str, float]:
+    [found] = make_trainer("auto").validate(
+        Experts(64, 8, model), DataLoader(Rows(0, 7, skipped), batch_size=1), verbose=False
+    )
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "limit", "skipped"),
+    [({}, DENSE, 2, (4,)), (EP2, EXPERTS, None, ()), (EP2, EXPERTS, 2, (4,))],
+    ids=["limit", "experts", "experts-limit"],
+)
+def test_every_row_of_unequal_streams_counts_once(
+    strategy: dict[str, Any], model: dict[str, Any], limit: int | None, skipped: tuple[int, ...]
+) -> None:
+    [whole] = run_ranks(1, all_rows, model, skipped)
+    for found in run_ranks(2, on_streams, strategy, model, 5, limit, timeout=40):
+        assert found == pytest.approx(whole, rel=1e-5)
+
+
+@on_ranks(2)
+def test_a_copy_without_any_row_to_validate_ends_the_run_on_every_rank() -> None:
+    with refuses(ValueError, "the val_dataloader has no batch on rank 1"):
+        on_streams({}, DENSE, 7, None)
 
 
 @on_ranks(2)

@@ -4,7 +4,7 @@
 *Repeated samples.* Lightning's distributed sampler repeats samples at the end, so that every rank has as many batches
 as the others, which ranks with shared collectives (experts, gathered parameters) need. :class:`RepeatedRows` cuts them
 off the batch, so that they do not count twice; a batch of only repeated samples still runs, but without logs
-(:func:`without_weight`).
+(:func:`without_weight`), as do the batches that :class:`~lightning_mcore.strategy.same_batches.SameBatches` repeats.
 
 *Names.* A step may log a name on some batches only. :class:`EvaluationNames` makes all ranks know it before Lightning
 merges. In training, a plain module does the same at the end of an epoch; with ``pipeline()``, ``pipeline.py`` does it
@@ -24,6 +24,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -35,6 +36,7 @@ from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy.logs.override import log_replaced_by
 from lightning_mcore.strategy.logs.reductions import NEUTRAL, reduction_name
 from lightning_mcore.strategy.module import rows_of
+from lightning_mcore.strategy.same_batches import SameBatches
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LEAVE_OUTPUTS_ASIDE = ("lightning", "pytorch_lightning", "lightning_mcore")  # packages whose hooks ignore outputs
@@ -90,7 +92,7 @@ class RepeatedRows:
         self.whole_batch = self.only_batch = False
         self.rows_before = 0
 
-    def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int) -> Any:
+    def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int, streams: SameBatches) -> Any:
         """Return the next batch of a dataloader without repeated samples.
 
         A batch of only repeated samples is returned unchanged, and :attr:`whole_batch` is set. If several loaders are
@@ -105,6 +107,8 @@ class RepeatedRows:
         dataloader = loaders.flattened[dataloader_idx]
         found = num_new_samples(dataloader, batch_idx) if loaders._mode == "sequential" else None
         new, samples = (None, 1) if found is None else found
+        if loaders._mode == "sequential" and streams.is_repeated(dataloader, batch_idx):
+            new = 0
         self.whole_batch = new == 0
         self.only_batch = self.whole_batch and batch_idx == 0
         self.rows_before = 0
@@ -207,8 +211,8 @@ class EvaluationNames:
         # logged "rare", it would wait, or merge "rare" with rank 1's next name.
         self._last_batches: list[int | None] = []
 
-    def start(self, max_batches: Sequence[int | float], device: torch.device) -> None:
-        """Start a run; collective over the data-parallel ranks.
+    def start(self, loop: Any, device: torch.device) -> None:
+        """Start a run of Lightning's evaluation loop; collective over the data-parallel ranks.
 
         A dataloader of unknown length, or without a batch on some rank, is left to Lightning, because a rank that never
         reaches a last batch could not take part.
@@ -217,6 +221,12 @@ class EvaluationNames:
         if group.size() == 1:
             self._last_batches = []
             return
+        loaders = loop._combined_loader.flattened if loop._is_sequential else []
+        # With limit_val_batches, a stream of unknown length has a number of batches too, and may end before it.
+        max_batches = [
+            count if sized_len(loader) is not None else math.inf
+            for count, loader in zip(loop.max_batches, loaders, strict=bool(loaders))
+        ]
         counted = torch.tensor([float(math.isfinite(count) and count > 0) for count in max_batches], device=device)
         dist.all_reduce(counted, op=dist.ReduceOp.MIN, group=group)
         self._last_batches = [

@@ -118,13 +118,14 @@ class StepLogger:
         trainer = self._module.trainer
         self._rows.start()
         loop = trainer._evaluation_loop
-        self._names.start(loop.max_batches if loop._is_sequential else [], self._strategy.root_device)
+        self._names.start(loop, self._strategy.root_device)
         if self._strategy.layout.pipeline_model_parallel_size > 1:  # callbacks may differ from rank to rank
             self.shares_outputs = any_true(reads_outputs(trainer))
 
     def drop_repeated_rows(self, batch: Any, dataloader_idx: int) -> Any:
         """Return a validation or test batch without samples that the sampler repeats."""
-        return self._rows.cut(batch, self._module.trainer._evaluation_loop._combined_loader, dataloader_idx)
+        loaders = self._module.trainer._evaluation_loop._combined_loader
+        return self._rows.cut(batch, loaders, dataloader_idx, self._strategy.batches)
 
     @property
     def counts(self) -> bool:
