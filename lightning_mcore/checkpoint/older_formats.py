@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe the tensors of NeMo 2, and of megatron-core before 0.14, as today's checkpoints describe theirs.
 
-Three things differ, all of them in ``.metadata``: NeMo puts ``module.`` before each weight's name; older releases put
-``chained_0.`` and so on before the state of chained optimizers; and they store this state, if it is sharded, as flat
-ranges of a weight's part on a tensor-parallel rank. A flat range of a matrix is at most three rectangles, so
-:func:`as_today` describes each of them as a piece of its own, and the readers need no second way to read a tensor.
+Four things differ, all of them in ``.metadata``: NeMo puts ``module.`` before each weight's name; Megatron's own layers
+(``--transformer-impl local``) name a norm before experts as if it were the one that TransformerEngine fuses with a
+dense MLP; older releases put ``chained_0.`` and so on before the state of chained optimizers; and they store this
+state, if it is sharded, as flat ranges of a weight's part on a tensor-parallel rank. A flat range of a matrix is at
+most three rectangles, so :func:`as_today` describes each of them as a piece of its own, and the readers need no second
+way to read a tensor.
 """
 
 import re
@@ -25,6 +27,7 @@ from lightning_mcore.checkpoint.rectangles import rectangles
 
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
 _NEMO = re.compile(r"^(optimizer\.state\.[^.]+\.)?(module\.)+")
+_NORM = re.compile(r"(?<=\.)mlp\.linear_fc1\.layer_norm_(weight|bias)$")
 _STATE = re.compile(r"^optimizer\.state\.[^.]+\.")
 
 
@@ -39,11 +42,13 @@ class RangeOfPiece(_StorageInfo):
 def as_today(metadata: Metadata) -> Metadata:
     """Return the description of another program's tensors with today's names and rectangular pieces."""
     tensors = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
-    weights = [name for name in tensors if not name.startswith(("optimizer.", "chained_"))]
+    weights = {name for name in tensors if not name.startswith(("optimizer.", "chained_"))}
     is_nemo = bool(weights) and all(map(_NEMO.match, weights))
 
     def plain(name: str) -> str:
         name = _CHAINED.sub("", name)
+        if _NORM.sub("mlp.linear_fc1.weight", _STATE.sub("", name)) not in weights:
+            name = _NORM.sub(r"pre_mlp_layernorm.\1", name)
         return _NEMO.sub(r"\1", name) if is_nemo else name
 
     described = {plain(name): entry for name, entry in metadata.state_dict_metadata.items()}

@@ -16,7 +16,9 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch import nn
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from torch import Tensor, nn
 
 from tests.distributed.test_reshard import RECIPE, make_trainer, save_on
 from tests.parity.bare_loop import _build_chunks, _build_optimizer, _parallel_fields, process_groups
@@ -127,3 +129,28 @@ def test_what_megatron_saved_is_read_here(ours: Layout, theirs: Layout, tmp_path
         assert weights
         for part in weights:
             assert torch.equal(part.data, part.of(saved[part.key])), part.key
+
+
+EXPERTS = Layout(moe=True)
+
+
+def save_own_layers(path: str) -> list[Tensor]:
+    """Save experts in Megatron's own layers (``--transformer-impl local``); return the norms before the experts."""
+    with process_groups(EXPERTS):
+        fields = {**tiny.transformer_fields(EXPERTS, RECIPE), **_parallel_fields(EXPERTS, RECIPE)}
+        config = tiny.make_config(fields)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        model = GPTModel(config, spec, tiny.VOCAB_SIZE, tiny.SEQ_LENGTH, position_embedding_type="rope")
+        norms = [layer.pre_mlp_layernorm.weight.data.normal_() for layer in model.decoder.layers]
+        os.makedirs(path)
+        with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):  # Megatron's starts a program
+            dist_checkpointing.save({"model": model.sharded_state_dict(), "iteration": 7}, path)
+        return norms
+
+
+def test_norms_before_experts_in_megatrons_own_layers_are_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "iter_0000007")
+    [norms] = run_ranks(1, save_own_layers, path, timeout=120)
+    [weights] = run_ranks(1, start_from_theirs, EXPERTS, path, timeout=120)
+    read = [part.data.flatten() for part in weights if part.key == "decoder.layers.pre_mlp_layernorm.weight"]
+    assert torch.equal(torch.stack(read), torch.stack(norms))
