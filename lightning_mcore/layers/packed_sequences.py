@@ -114,7 +114,8 @@ def packed_sequences(
             own, shared_by = range(ranks.start * part, ranks.stop * part), len(ranks)
     offsets, lengths = [0], []
     for row, (real, padded) in enumerate(zip(real_rows, padded_rows, strict=True)):
-        _check_row(row, real, padded, row_length, context_parallel_size, segments)
+        alone = segments if hybrid_rank is None else segments_of([padded], row_length, context_parallel_size)
+        _check_row(row, real, padded, row_length, context_parallel_size, segments, alone)
         for index, end in enumerate(padded[1:]):
             if end > padded[index] and padded[index] in own:
                 offsets.append(row * len(own) + end - own.start)
@@ -189,13 +190,20 @@ def _of_tensors(real: Tensor, padded: Tensor, boundaries: Boundaries) -> PackedS
 
 
 def _check_row(
-    row: int, real: list[int], padded: list[int], row_length: int, context_parallel_size: int, segments: list[range]
+    row: int,
+    real: list[int],
+    padded: list[int],
+    row_length: int,
+    context_parallel_size: int,
+    segments: list[range],
+    alone: list[range],  # segments of a microbatch with this row only
 ) -> None:
     try:
         check_packed_offsets(padded, row_length, context_parallel_size, segments)
         _check_lengths(real, padded)
     except ValueError as error:
-        raise ValueError(f"row {row} of the packed batch: {error}") from None
+        advice = ", or set micro_batch_size=1 in MCoreStrategy, because rows of one microbatch are split alike"
+        raise ValueError(f"row {row} of the packed batch: {error}{advice if alone != segments else ''}") from None
 
 
 def _check_lengths(real: list[int], padded: list[int]) -> None:

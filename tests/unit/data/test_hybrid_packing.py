@@ -200,6 +200,14 @@ def test_documents_must_divide_into_slices_for_the_ranks_that_share_them() -> No
     ]
 
 
+def test_a_row_that_fits_alone_says_that_the_rows_of_a_microbatch_are_split_alike() -> None:
+    rows = torch.tensor([[0, 5, 8, 16], [0, 16, 16, 16]])  # the first is split in halves, the second is shared
+    for row in rows:
+        assert packed_sequences(row[None], row[None], 16, 2, hybrid_rank=0).boundaries is not None
+    with refuses(ValueError, "pad it to 8 tokens, or set micro_batch_size=1 in MCoreStrategy"):
+        packed_sequences(rows, rows, 16, 2, hybrid_rank=0)
+
+
 @pytest.mark.parametrize("how", ["dataset", "stream"])
 def test_parts_of_like_cost_share_a_row(how: str) -> None:
     lengths = np.random.default_rng(3).integers(1, 17, 400).tolist()
