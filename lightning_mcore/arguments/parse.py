@@ -15,6 +15,8 @@ from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.fields import take_words
 from lightning_mcore.config.text import unknown_name
 
+_LISTED = "leave it out, or look for it in docs/reference/arguments.md"
+
 
 def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *classes: type) -> tuple[Any, ...]:
     """Return an object of each class.
@@ -49,7 +51,7 @@ def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *c
         what, values = "option", _values(list(source), chosen)
     for name in values:
         if name not in names:
-            raise ValueError(unknown_name(what, str(name), names))
+            raise ValueError(unknown_name(what, str(name), names, _LISTED))
     return _made(values, chosen)
 
 
@@ -63,7 +65,7 @@ def _parsed(words: list[str], classes: Any, names: list[str]) -> tuple[Any, ...]
     for word in rest:
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
         raise ValueError(
-            unknown_name("option", name, names)
+            unknown_name("option", name, names, _LISTED)
             if word.startswith("-")
             else f"{word!r} belongs to no option; write --name VALUE"
         )
@@ -84,7 +86,7 @@ def _values(words: list[str], classes: Any) -> dict[str, Any]:
         if not word.startswith("--"):
             raise ValueError(f"{word!r} belongs to no option; write --name VALUE")
         if name not in hints:
-            raise ValueError(unknown_name("option", name, hints))
+            raise ValueError(unknown_name("option", name, hints, _LISTED))
         values[name] = take_words(name, [value] if equals else words, hints[name])
     return values
 

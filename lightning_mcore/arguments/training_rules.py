@@ -398,18 +398,21 @@ def check_foreign(arguments: Any, of: type) -> None:
             continue
         value = getattr(arguments, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if _means_the_same(value, default):
+        if _means_the_same(field.name, value, default):
             continue
         # A newer transformers may have fields that REFUSED does not list.
         reason = REFUSED.get(field.name, "this option of transformers is unknown here")
         raise ValueError(f"{field.name}={shown(field.name, value)} is not available: {reason}; leave it out")
 
 
-def _means_the_same(value: Any, default: Any) -> bool:
-    """Return whether a value is the default, as it is declared or as transformers rewrites it."""
+def _means_the_same(name: str, value: Any, default: Any) -> bool:
+    """Return whether a value is the default, as it is declared, as transformers rewrites it, or as ``to_dict`` does."""
     value, default = (getattr(item, "value", item) for item in (value, default))  # enumeration members
-    if value == default:
+    if value == default or value == f"<{name.upper()}>":  # to_dict hides a token, and also that there is none
         return True
-    if type(value).__name__ == "AcceleratorConfig":  # transformers turns None into this
-        return bool(value == type(value)())
+    if name == "accelerator_config":  # transformers turns None into an object, and to_dict that into a dict
+        from transformers.training_args import AcceleratorConfig
+
+        defaults, given = AcceleratorConfig().to_dict(), getattr(value, "__dict__", value)
+        return isinstance(given, dict) and {**defaults, **given} == defaults
     return all(any(one == item and type(one) is type(item) for item in _OFF) for one in (value, default))

@@ -146,4 +146,4 @@ def _refuse_unknown_options(parser: CommandParser, arguments: Sequence[str]) -> 
             break
         name = argument.partition("=")[0]
         if name.startswith("--") and name not in known:
-            parser.error(unknown_name("option", name, known))
+            parser.error(unknown_name("option", name, known, "--help lists them"))

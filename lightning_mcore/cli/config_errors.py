@@ -106,7 +106,7 @@ def _read(parser: Any, arguments: Sequence[str], documents: Sequence[Mapping[str
         path = name.removeprefix("--").removesuffix("+").split(".")
         if name not in parser._option_string_actions and not _is_below_a_class(path, parser):
             spelled = [each for each in parser._option_string_actions if each[:2] == "--" and each[-1] != "+"]
-            raise ValueError(unknown_name("option", name, spelled))
+            raise ValueError(unknown_name("option", name, spelled, "--help lists them"))
         if not name.endswith("+"):
             _put(settings, path, _plain(value))
     return settings

@@ -137,7 +137,7 @@ def _refuse_option(name: str, roots: Sequence[str], classes: Mapping[str, Any]) 
     known = ["config", *roots, *(f"trainer.{argument}" for argument in trainer)]
     is_known = path[0] in roots and (path[0] != "trainer" or len(path) < 2 or not trainer or path[1] in trainer)
     if not is_known and not path[0].startswith("print_"):  # jsonargparse adds --print_shtab if shtab is installed
-        raise ValueError(unknown_name("option", name, [f"--{option}" for option in known]))
+        raise ValueError(unknown_name("option", name, [f"--{option}" for option in known], "--help lists them"))
     for place, kind in classes.items():
         depth = place.count(".") + 1
         inner = path[depth : depth + 1]

@@ -57,17 +57,21 @@ _SHORT = {
     "evaluation_strategy": "eval_strategy",
     "lr": "learning_rate",
     "no_cuda": "use_cpu",
+    "rank": "r",
     "steps": "max_steps",
     "warmup": "warmup_steps",
     "wd": "weight_decay",
 }
 """Short and older names, and what they stand for where there is such a name."""
 
+_MOST_NAMES = 12  # an error lists no more
 
-def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+
+def unknown_name(what: str, name: str, known: Iterable[str], where: str = "look for it in the documentation") -> str:
     """Return a sentence that rejects a name: ``unknown option 'lerning_rate'; did you mean 'learning_rate'?``.
 
-    ``what`` is the kind of name, such as ``"option"`` or ``"key of run.yaml"``.
+    ``what`` is the kind of name, such as ``"option"`` or ``"key of run.yaml"``. ``where`` says what to do if no name is
+    similar, and there are too many to list them.
     """
     last = name.removeprefix("--").rpartition(".")[2].replace("-", "_")
     names = sorted(set(known))
@@ -76,8 +80,9 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     close = [each for each in names if each == _SHORT.get(last)] or difflib.get_close_matches(name, names, n=1)
     if close:
         return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
-    shown = ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:12])}, ..."
-    return f"unknown {what} {name!r}; choose from {shown}"
+    if len(names) > _MOST_NAMES:
+        return f"unknown {what} {name!r}, which is like none of the {len(names)} known names; {where}"
+    return f"unknown {what} {name!r}; choose from {', '.join(names)}"
 
 
 def counted(number: int, singular: str, plural: str = "") -> str:

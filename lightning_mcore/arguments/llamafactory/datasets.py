@@ -92,7 +92,7 @@ def _entry(name: str, info: Any, path: Path, sees: bool | None) -> DatasetEntry:
     if not isinstance(info, Mapping) or not isinstance(info.get(name, {}), Mapping):
         raise ValueError(f"{path} does not hold an object for each dataset; write {{{name!r}: {{'file_name': ...}}}}")
     if name not in info:
-        raise ValueError(unknown_name(f"dataset of {path}", name, info))
+        raise ValueError(unknown_name(f"dataset of {path}", name, info, "name one that the file has"))
     says = info[name]
     place = f"the dataset {name!r} of {path}"
     for key, where in _HUBS.items():

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, get_type_hints
 
 from lightning_mcore.arguments.fields import take_words
-from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
+from lightning_mcore.arguments.llamafactory.keys import LISTED, REFUSED, FactoryKeys
 from lightning_mcore.arguments.ray import RayArguments
 from lightning_mcore.config.text import unknown_name
 
@@ -54,7 +54,8 @@ def _change(word: str, rest: list[str], hints: dict[str, Any], others: Collectio
     if name not in hints and negated != name and hints.get(negated) is bool and not equals:
         return f"{negated}=false"
     if name not in hints:
-        raise ValueError(unknown_name("option", word.partition("=")[0], [*others, *(f"--{key}" for key in hints)]))
+        known = [*others, *(f"--{key}" for key in hints)]
+        raise ValueError(unknown_name("option", word.partition("=")[0], known, LISTED))
     found = take_words(name, [value] if equals else rest, hints[name])
     # JSON is YAML, which the reader of changes expects.
     return f"{name}={json.dumps(found, ensure_ascii=False)}"

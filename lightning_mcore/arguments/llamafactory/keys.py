@@ -204,6 +204,12 @@ FREEZE_KEYS = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_ex
 LORA_KEYS = (*NEW_ADAPTER_KEYS, "adapter_name_or_path", "adapter_folder", "create_new_adapter", "loraplus_lr_ratio")
 """Keys that only ``finetuning_type: lora`` uses."""
 
+LISTED = (
+    "leave it out: keys are LLaMA-Factory's, and the fields of transformers' Seq2SeqTrainingArguments and of our"
+    " MegatronArguments (docs/reference/arguments.md)"
+)
+"""Where all keys are listed, as the end of an error."""
+
 # Reasons in errors, as the end of a sentence that begins with the key and its value
 _FULL = "belongs to a way of fine-tuning that is not available; choose finetuning_type: full, freeze or lora without it"
 _PISSA = (

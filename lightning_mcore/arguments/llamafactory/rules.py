@@ -13,7 +13,14 @@ from typing import Any
 
 from lightning_mcore.arguments.documents import overridden, read_file
 from lightning_mcore.arguments.fields import check_types, shown
-from lightning_mcore.arguments.llamafactory.keys import FREEZE_KEYS, LORA_KEYS, NEW_ADAPTER_KEYS, REFUSED, FactoryKeys
+from lightning_mcore.arguments.llamafactory.keys import (
+    FREEZE_KEYS,
+    LISTED,
+    LORA_KEYS,
+    NEW_ADAPTER_KEYS,
+    REFUSED,
+    FactoryKeys,
+)
 from lightning_mcore.arguments.llamafactory.preference import check_preferences, preference_of
 from lightning_mcore.arguments.training_rules import check_metric
 from lightning_mcore.config.lora import LoRA
@@ -77,7 +84,8 @@ def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
     refuse_v1(given, path)
     for key in given:
         if key not in _names():
-            raise ValueError(unknown_name(f"key of {path}" if key in in_file else "option", key, _names()))
+            what = f"key of {path}" if key in in_file else "option"
+            raise ValueError(unknown_name(what, key, _names(), LISTED))
     if "infer_backend" in given and not any(given.get(name) for name in _TASK_KEYS):
         raise ValueError(
             f"{path} is for chatting with a model (infer_backend), which is not available here; give a file that trains"

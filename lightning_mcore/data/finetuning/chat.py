@@ -246,7 +246,7 @@ def named_template(template: "str | ChatTemplate") -> ChatTemplate:
         return template
     if template not in TEMPLATES:
         names = ", ".join(sorted(TEMPLATES))
-        raise ValueError(f"{unknown_name('chat template', template, TEMPLATES)} (there are {names})")
+        raise ValueError(f"{unknown_name('chat template', template, TEMPLATES, 'choose one')} (there are {names})")
     return TEMPLATES[template]
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+import yaml
 
 from lightning_mcore.arguments import (
     DistributingParallelArguments,
@@ -512,6 +514,28 @@ def test_what_transformers_does_with_its_arguments_works(tmp_path: Path) -> None
     assert json.loads(args.to_json_string())["tensor_model_parallel_size"] == 2
     assert "tensor_model_parallel_size=2" in str(args)
     assert (args.world_size, args.n_gpu) == (1, 0)
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_what_transformers_writes_about_its_defaults_can_be_read(suffix: str, tmp_path: Path) -> None:
+    for theirs, ours in (
+        (transformers.TrainingArguments, TrainingArguments),
+        (transformers.Seq2SeqTrainingArguments, Seq2SeqTrainingArguments),
+    ):
+        written = theirs(str(tmp_path), use_cpu=True).to_dict()
+        assert (written["hub_token"], type(written["accelerator_config"])) == ("<HUB_TOKEN>", dict)
+        path = tmp_path / f"run.{suffix}"
+        path.write_text(json.dumps(written) if suffix == "json" else yaml.safe_dump(written), encoding="utf-8")
+        (read,) = parse_arguments(path, ours)
+        assert {name: read.to_dict()[name] for name in written} == written
+        for name, value in (("hub_token", "<MY_TOKEN>"), ("accelerator_config", {"split_batches": True})):
+            with refuses(ValueError, name):
+                ours(**{**written, name: value})
+
+
+def test_a_name_that_is_like_no_other_is_not_answered_with_the_first_of_hundreds(tmp_path: Path) -> None:
+    with refuses(ValueError, "'torchdynamo', which is like none of the "):
+        parse_arguments({"output_dir": str(tmp_path), "torchdynamo": None})
 
 
 def in_fresh_process(script: str) -> str:

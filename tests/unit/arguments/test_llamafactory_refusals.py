@@ -75,6 +75,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         ["cutoff_len=0"],
         ["max_samples=0"],
         ["cutof_len=3"],
+        ["torchdynamo=null"],
         ["template=lama3"],
         ["dataset=alpaca_en"],
         ["dataset_dir=nowhere"],
