@@ -25,7 +25,7 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.lora import EMBEDDING, OUTPUT, LoRA
 from lightning_mcore.hf.adapters import EACH_EXPERT, check_held, fingerprint, merge_adapters, projection_names
-from lightning_mcore.hf.family import Family, complete_fields
+from lightning_mcore.hf.family import SCORE, VALUE_HEAD, VALUE_HEAD_FILE, Family, complete_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
 from lightning_mcore.hf.peft_tensors import (
     PREFIX,
@@ -68,6 +68,7 @@ _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
 _BEGINNINGS = ("model.language_model.", "language_model.model.", "model.")
 _BEGINNING = re.compile(rf"{re.escape(PREFIX)}(?:{'|'.join(_BEGINNINGS)})(?=layers\.|embed_tokens\.|norm\.)")
 TIED = f"{PREFIX}{OUTPUT}.weight"  # in the file next to an embedding that is the output layer too
+_SCORES = f"{PREFIX}{SCORE}"
 _EXPERTS = r".*\.experts\..*"
 _OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
@@ -245,11 +246,31 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     folder = run_on_all_ranks(lambda: _folder_with_weights(path))
     # The file's own layout counts, whatever the settings describe
     pieces = list(adapter_pieces(module, lora, run_on_all_ranks(lambda: _layout(_keys(folder)))))
+    # An adapter of a language model has no score layer, and LLaMA-Factory keeps a reward model's in a file of its own
+    if lora.saves(SCORE.removesuffix(".weight")) and not run_on_all_ranks(partial(_has_scores, folder)):
+        run_on_all_ranks(lambda: _fill_scores(folder, pieces))
+        pieces = [piece for piece in pieces if piece.key != _SCORES]
     shapes = whole_shapes(pieces)
     names: Any = module
     family = names.hf_names()[0]
     run_on_all_ranks(lambda: _fill(folder, family, lora, pieces, shapes))
     run_on_all_ranks(lambda: _compare_copies(folder, family, list(copied_pieces(module))))
+
+
+def _has_scores(folder: str) -> bool:
+    """Return whether an adapter's settings or its weights name a score layer."""
+    return read_lora(folder).saves(SCORE.removesuffix(".weight")) or _SCORES in _keys(folder)
+
+
+def _fill_scores(folder: str, pieces: list[Piece]) -> None:
+    """Fill a score layer from LLaMA-Factory's file; without one it keeps its start."""
+    path = os.path.join(folder, VALUE_HEAD_FILE)
+    scores = [piece for piece in pieces if piece.key == _SCORES and os.path.exists(path)]
+    for piece in scores:
+        with _opened(path) as file, torch.no_grad():
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key == VALUE_HEAD}  # noqa: SIM118
+            _check(path, {VALUE_HEAD: piece.shape}, found)
+            piece.data.copy_(file.get_slice(VALUE_HEAD)[piece.place])
 
 
 def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]:

@@ -338,6 +338,28 @@ def test_an_adapter_of_a_reward_model_is_read_as_peft_writes_it(tmp_path: Path) 
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.filterwarnings("ignore:Some weights of .* were not initialized")
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_reward_model_continues_an_adapter_that_has_no_score_layer(has_head: bool, tmp_path: Path) -> None:
+    """LLaMA-Factory keeps the score layer in ``value_head.safetensors`` next to the adapter, or starts a new one."""
+    folder = save_tiny("llama", tmp_path / "llama")
+    logits = save_with_peft(folder, tmp_path / "peft", target_modules=["q_proj", "down_proj"], modules_to_save=None)
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(9))
+    if has_head:
+        values = {"v_head.summary.weight": head, "v_head.summary.bias": torch.ones(1)}
+        save_file(values, tmp_path / "peft" / "value_head.safetensors", {"format": "pt"})
+    words = str(folder), str(tmp_path / "peft"), str(tmp_path / "again")
+    found = run_ranks(1, scores, *words, open_group=False)[0]
+    written = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    if has_head:
+        assert torch.equal(written["base_model.model.score.weight"], head)
+    # The logits are the hidden states times the output layer, which is as wide as it is high or higher
+    output = load_file(folder / "model.safetensors")["lm_head.weight"]
+    hidden = torch.linalg.lstsq(output.double(), logits.double().flatten(0, 1).T).solution.T
+    wanted = (hidden @ written["base_model.model.score.weight"].double().T).view(*logits.shape[:2], 1)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-4)
+
+
 MATCHING: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"target_modules": "all-linear"}),
     ("llama", {"target_modules": ["mlp.gate_proj", "lm_head", "model.layers.2.self_attn.q_proj"]}),
