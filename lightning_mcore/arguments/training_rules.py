@@ -411,8 +411,8 @@ def _means_the_same(name: str, value: Any, default: Any) -> bool:
     if value == default or value == f"<{name.upper()}>":  # to_dict hides a token, and also that there is none
         return True
     if name == "accelerator_config":  # transformers turns None into an object, and to_dict that into a dict
-        from transformers.training_args import AcceleratorConfig
+        from transformers.trainer_pt_utils import AcceleratorConfig
 
-        defaults, given = AcceleratorConfig().to_dict(), getattr(value, "__dict__", value)
+        defaults, given = vars(AcceleratorConfig()), getattr(value, "__dict__", value)
         return isinstance(given, dict) and {**defaults, **given} == defaults
     return all(any(one == item and type(one) is type(item) for item in _OFF) for one in (value, default))
