@@ -350,7 +350,7 @@ REFUSED: Mapping[str, str] = {
     "eval_delay": "Lightning starts validating with the first epoch or step",
     "load_best_model_at_end": (
         "the weights of the last step stay; set save_strategy='best', and give the checkpoint to"
-        " trainer.test(ckpt_path='best')"
+        " trainer.test(ckpt_path='best') or to lightning-mcore export"
     ),
     "save_on_each_node": "a checkpoint is one folder that all machines write to together",
     "ignore_data_skip": "a resumed run continues with the very next sample",
