@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -48,6 +49,8 @@ class LossScaler:
                 growth_interval=settings.loss_scale_window,
                 hysteresis=settings.hysteresis,
             )
+        self._smallest = settings.min_loss_scale if settings.loss_scale is None else settings.loss_scale
+        self._has_warned = False
         self.attached: list[AgreedGradScaler] = []
 
     @property
@@ -57,7 +60,14 @@ class LossScaler:
         return scale
 
     def update(self, found_inf: bool) -> None:
-        """Update the scale after a step."""
+        """Update the scale after a step; warn once if an overflow cannot make it smaller."""
+        if found_inf and not self._has_warned and float(self.scale) <= self._smallest:
+            self._has_warned = True
+            rank_zero_warn(
+                f"fp16 gradients overflow at a loss scale of {self._smallest:g}, and MCorePrecision allows no smaller"
+                " one, so the step is skipped; if skipped_steps keeps growing, use bf16-mixed, microbatches of fewer"
+                " tokens, or a smaller min_loss_scale (loss_scale, if that is set)"
+            )
         self.megatron.update(found_inf)
 
     def attach(self, megatron: MegatronOptimizer) -> "AgreedGradScaler":

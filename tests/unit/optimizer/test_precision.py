@@ -76,6 +76,25 @@ def test_the_scaler_is_megatrons_with_these_settings() -> None:
         assert constant.scale.item() == 8.0
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_before"),
+    [
+        (LossScaling(initial_loss_scale=4.0, min_loss_scale=1.0, hysteresis=1), 2),  # 4, 2, then 1
+        (LossScaling(loss_scale=8.0), 0),
+    ],
+)
+def test_an_overflow_at_the_smallest_scale_is_told_once(settings: LossScaling, num_before: int) -> None:
+    with cpu_runtime(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = LossScaler(settings)
+        for _ in range(num_before):
+            run.update(True)
+        with pytest.warns(UserWarning, match="if skipped_steps keeps growing, use bf16-mixed"):
+            run.update(True)
+        run.update(False)
+        run.update(True)
+
+
 def test_lightning_has_no_fp16_on_the_cpu_but_the_plugin_has() -> None:
     arguments: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "strategy": "mcore", "logger": False}
     with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
