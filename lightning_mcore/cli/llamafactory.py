@@ -197,7 +197,10 @@ def _resume(asked: "FactoryRun") -> str | None:
     given = arguments.ckpt_path
     if given is not None:
         if not os.path.exists(given):
-            raise FileNotFoundError(f"resume_from_checkpoint: {given!r} does not exist; give a checkpoint")
+            raise FileNotFoundError(
+                f"resume_from_checkpoint: {given!r} does not exist; give a checkpoint that does, or leave the key out"
+                " to continue from the newest one in output_dir"
+            )
         return given
     if not arguments.do_train:  # evaluate model_name_or_path itself
         return None

@@ -65,6 +65,7 @@ _SHORT = {
 """Short and older names, and what they stand for where there is such a name."""
 
 _MOST_NAMES = 12  # an error lists no more
+_SIMILAR = 0.65  # "fti" is that close to "fit"; "rope_theta" is a little less close to "pref_beta"
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], where: str = "look for it in the documentation") -> str:
@@ -77,7 +78,8 @@ def unknown_name(what: str, name: str, known: Iterable[str], where: str = "look 
     names = sorted(set(known))
     if last in _ELSEWHERE and last not in {each.removeprefix("--").replace("-", "_") for each in names}:
         return f"unknown {what} {name!r}; {_ELSEWHERE[last]}"
-    close = [each for each in names if each == _SHORT.get(last)] or difflib.get_close_matches(name, names, n=1)
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=_SIMILAR)
+    close = [each for each in names if each == _SHORT.get(last)] or similar
     if close:
         return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
     if len(names) > _MOST_NAMES:

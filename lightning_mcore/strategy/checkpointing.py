@@ -162,8 +162,8 @@ class Checkpoints:
         if is_first and not isinstance(self._module, MCoreModule):
             name = type(self._module).__name__
             rank_zero_info(
-                f"{filepath} is a directory, which {name}.load_from_checkpoint cannot read; use"
-                f" lightning_mcore.build_from_checkpoint({name}, path)"
+                f"{filepath} is a directory, which only MCoreStrategy can resume from, and which"
+                f" {name}.load_from_checkpoint cannot read; use lightning_mcore.build_from_checkpoint({name}, path)"
             )
         io = self._shard_io
         optimizers = strategy.megatron_optimizers if "optimizer_states" in checkpoint else []
