@@ -26,7 +26,7 @@ def line_of(text: str) -> str:
     return f"tests/support/rehearsed.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
-PROJECT = "/home/user/torch/lightning_mcore/train.py"
+PROJECT = "/projects/torch/lightning_mcore/train.py"
 LOSS, SELECTION = line_of("loss.item() > 1"), line_of("output > 0")
 JOBS = {
     "plain": job(plain_run),
