@@ -114,8 +114,7 @@ def packed_sequences(
             own, shared_by = range(ranks.start * part, ranks.stop * part), len(ranks)
     offsets, lengths = [0], []
     for row, (real, padded) in enumerate(zip(real_rows, padded_rows, strict=True)):
-        alone = segments if hybrid_rank is None else segments_of([padded], row_length, context_parallel_size)
-        _check_row(row, real, padded, row_length, context_parallel_size, segments, alone)
+        _check_row(row, real, padded, row_length, context_parallel_size, segments, hybrid_rank is not None)
         for index, end in enumerate(padded[1:]):
             if end > padded[index] and padded[index] in own:
                 offsets.append(row * len(own) + end - own.start)
@@ -196,12 +195,14 @@ def _check_row(
     row_length: int,
     context_parallel_size: int,
     segments: list[range],
-    alone: list[range],  # segments of a microbatch with this row only
+    is_hybrid: bool,
 ) -> None:
     try:
         check_packed_offsets(padded, row_length, context_parallel_size, segments)
         _check_lengths(real, padded)
     except ValueError as error:
+        # The segments of a microbatch with this row only
+        alone = segments_of([padded], row_length, context_parallel_size) if is_hybrid else segments
         advice = ", or set micro_batch_size=1 in MCoreStrategy, because rows of one microbatch are split alike"
         raise ValueError(f"row {row} of the packed batch: {error}{advice if alone != segments else ''}") from None
 

@@ -61,6 +61,7 @@ class LossScaler:
 
     def update(self, found_inf: bool) -> None:
         """Update the scale after a step; warn once if an overflow cannot make it smaller."""
+        # After an overflow only, because the scale is read from the device
         if found_inf and not self._has_warned and float(self.scale) <= self._smallest:
             self._has_warned = True
             rank_zero_warn(

@@ -173,6 +173,11 @@ def replicas_of(parameter: Tensor) -> dist.ProcessGroup:
     return process_group("expert_dp" if is_spread_expert(parameter) else "dp_cp")
 
 
+def copies_share_experts() -> bool:
+    """Return whether ranks that share experts belong to different model copies, which read different batches."""
+    return process_group("tp_cp").size() % process_group("experts").size() != 0
+
+
 def process_group(axis: Axis) -> dist.ProcessGroup:
     """Return this rank's group along ``axis``; RuntimeError if the groups are not open.
 

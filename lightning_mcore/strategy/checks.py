@@ -33,7 +33,7 @@ from lightning_mcore.config.rules.strategy import expert_faults, precision_fault
 from lightning_mcore.config.value_checks import require_flag, require_instance, require_size
 from lightning_mcore.optimizer.rules import optimizer_device_faults
 from lightning_mcore.parallel.consensus import all_gather_object
-from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.groups import copies_share_experts, process_group
 from lightning_mcore.strategy.fp8_checks import FP8Machine, check_fp8
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.overlap import queue_hint
@@ -284,10 +284,10 @@ def _builds_later(module: pl.LightningModule) -> bool:
 
 def check_batches_to_predict(trainer: pl.Trainer) -> None:
     """Raise ``RuntimeError`` on all ranks if ranks that share experts have unequal numbers of batches (a hang)."""
-    experts = process_group("experts")
-    if process_group("tp_cp").size() % experts.size() == 0:  # they belong to one model copy, and read the same batches
+    if not copies_share_experts():
         return
-    mine = dist.get_process_group_ranks(experts)[0], ", ".join(map(str, trainer.predict_loop.max_batches))
+    experts = dist.get_process_group_ranks(process_group("experts"))
+    mine = experts[0], ", ".join(map(str, trainer.predict_loop.max_batches))
     found = set(all_gather_object(mine))
     if len(found) > len({first for first, _ in found}):
         counts = sorted({count for _, count in found})

@@ -8,9 +8,9 @@ compare checksums of batches where Lightning's loops read them, and raise on all
 ``parallel/rank_watch.py`` ends the others. User code that reads a loader, perhaps on one rank, compares nothing.
 
 A stream may have more batches for one copy than for another. So before each batch of a stream, all ranks agree that
-each of them has one; where one has none, the epoch ends on all, as it does for ``data/finetuning/stream.py``. In
-evaluation no row is left out: the other ranks continue, and if their layers communicate with a rank that has no more
-batches, it repeats its last one, which then does not count.
+each of them has one; where one has none, the epoch ends on all, as it does for ``data/finetuning/stream.py``.
+Evaluation skips no rows: ranks with more batches continue alone. Where their layers need the other ranks, as shared
+experts do, those repeat their last batch, which does not count again.
 
 With ``broadcast_batches=True``, the first rank of each copy reads and sends its batches to the others, with the random
 states that reading left. ``strategy.py`` passes every loader through :class:`SameBatches`.
@@ -38,7 +38,7 @@ from lightning_mcore.data.batches import Fact, batch_facts
 from lightning_mcore.data.finetuning.stream import StreamLoader
 from lightning_mcore.data.position import TrackedSampler
 from lightning_mcore.parallel.consensus import all_gather_object, all_true
-from lightning_mcore.parallel.groups import model_copy_group, process_group
+from lightning_mcore.parallel.groups import copies_share_experts, model_copy_group
 from lightning_mcore.parallel.random_state import RandomState, put_common, take_common
 
 if TYPE_CHECKING:
@@ -129,8 +129,7 @@ class SameBatches:
     @property
     def runs_with_other_copies(self) -> bool:
         """Whether layers communicate with other model copies: they share experts, or gather parameters."""
-        experts_of_copy = process_group("tp_cp").size() % process_group("experts").size() == 0
-        return not experts_of_copy or self._strategy.gradients.data_parallel_sharding is not None
+        return copies_share_experts() or self._strategy.gradients.data_parallel_sharding is not None
 
     def is_repeated(self, loader: Any, batch_idx: int) -> bool:
         """Whether this rank repeats an earlier batch of a stream, because only other ranks have more."""
@@ -424,6 +423,7 @@ class _Evaluated(Iterator[Any]):
         is_repeated = self._batches.is_repeated(self._loader, number)
         batch = _END if is_repeated else next(self._inner, _END)
         has_batch = batch is not _END
+        # Elsewhere ranks need not wait for each other: each ends with its own last batch
         if number == 0 or self._is_shared:
             if not all_true(has_batch) and not self._batches.without_batch(self._loader, has_batch, number):
                 raise StopIteration
