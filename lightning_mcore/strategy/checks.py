@@ -33,7 +33,7 @@ from lightning_mcore.config.rules.strategy import expert_faults, precision_fault
 from lightning_mcore.config.value_checks import require_flag, require_instance, require_size
 from lightning_mcore.optimizer.rules import optimizer_device_faults
 from lightning_mcore.parallel.consensus import all_gather_object
-from lightning_mcore.parallel.groups import copies_share_experts, process_group
+from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy.fp8_checks import FP8Machine, check_fp8
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.overlap import queue_hint
@@ -282,20 +282,26 @@ def _builds_later(module: pl.LightningModule) -> bool:
     return type(module).configure_model is not pl.LightningModule.configure_model
 
 
-def check_batches_to_predict(trainer: pl.Trainer) -> None:
-    """Raise ``RuntimeError`` on all ranks if ranks that share experts have unequal numbers of batches (a hang)."""
-    if not copies_share_experts():
-        return
-    experts = dist.get_process_group_ranks(process_group("experts"))
-    mine = experts[0], ", ".join(map(str, trainer.predict_loop.max_batches))
-    found = set(all_gather_object(mine))
-    if len(found) > len({first for first, _ in found}):
-        counts = sorted({count for _, count in found})
-        raise RuntimeError(
-            f"data-parallel ranks that share experts have {' and '.join(counts)} batches to predict, but each of them"
-            " needs the same number; make the number of samples a multiple of the batch size times the data-parallel"
-            " size"
-        )
+def check_batches_to_evaluate(trainer: pl.Trainer, gathers_parameters: bool) -> None:
+    """Raise ``ValueError`` on all ranks if ranks whose layers need each other have unequal numbers of batches (a hang).
+
+    Collective. A stream of unknown length has the same number on all ranks: its limit, or infinity.
+    """
+    stage, loop = trainer.state.stage, trainer._evaluation_loop
+    assert stage is not None
+    prefix = stage.dataloader_prefix
+    first = 0 if gathers_parameters else dist.get_process_group_ranks(process_group("experts"))[0]
+    found: dict[int, tuple[int, list[Any]]] = {}  # of the first rank of each group
+    for rank, (group, counts) in enumerate(all_gather_object((first, list(loop.max_batches)))):
+        other, expected = found.setdefault(group, (rank, counts))
+        for index, (count, wanted) in enumerate(zip(counts, expected, strict=True)):
+            if count != wanted:
+                name = f"{prefix}_dataloader {index}" if len(counts) > 1 else f"{prefix}_dataloader"
+                raise ValueError(
+                    f"the {name} has {wanted} batches on rank {other} and {count} on rank {rank}, whose layers wait for"
+                    " each other in every batch; give every data-parallel rank equally many, or set"
+                    f" limit_{prefix}_batches={min(count, wanted)}"
+                )
 
 
 def fixed_dispatch(config: "TransformerConfig") -> str | None:

@@ -10,7 +10,8 @@ compare checksums of batches where Lightning's loops read them, and raise on all
 A stream may have more batches for one copy than for another. So before each batch of a stream, all ranks agree that
 each of them has one; where one has none, the epoch ends on all, as it does for ``data/finetuning/stream.py``.
 Evaluation skips no rows: ranks with more batches continue alone. Where their layers need the other ranks, as shared
-experts do, those repeat their last batch, which does not count again.
+experts do, those repeat their last batch, which does not count again, or their last prediction step
+(:meth:`SameBatches.predict`).
 
 With ``broadcast_batches=True``, the first rank of each copy reads and sends its batches to the others, with the random
 states that reading left. ``strategy.py`` passes every loader through :class:`SameBatches`.
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # private: how dataloader_iter is recognized
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -67,6 +68,9 @@ class SameBatches:
         self.sends = sends
         self._compared: list[Any] = []  # loaders whose first batch every rank has read
         self._repeated: dict[int, int] = {}  # by the id of a loader, from which batch on this rank repeats
+        self._num_predicted = 0  # prediction steps that all ranks have run
+        self._ends_predicting = False
+        self._repeat_step: Callable[[], object] | None = None  # the last prediction step, until no rank needs it
         self._restores = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +133,15 @@ class SameBatches:
     @property
     def runs_with_other_copies(self) -> bool:
         """Whether layers communicate with other model copies: they share experts, or gather parameters."""
-        return copies_share_experts() or self._strategy.gradients.data_parallel_sharding is not None
+        return copies_share_experts() or self.gathers_parameters
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether layers gather parameters from all data-parallel ranks, as they do only while the trainer fits."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        return is_fit and self._strategy.gradients.data_parallel_sharding is not None
 
     def is_repeated(self, loader: Any, batch_idx: int) -> bool:
         """Whether this rank repeats an earlier batch of a stream, because only other ranks have more."""
@@ -163,15 +175,17 @@ class SameBatches:
         """
         module = self._strategy.lightning_module
         assert module is not None
-        which = self.without_batch(loader, has_batch, module.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        name = self.name_of(loader)
+        which = self.without_batch(name, has_batch, module.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         if which:
             rank_zero_warn(
-                f"the epoch ends on all ranks, because the {self.name_of(loader)} has no more batches on {which}; the"
+                f"the epoch ends on all ranks, because the {name} has no more batches on {which}; the"
                 " rest of the other ranks' batches is skipped. Give all data-parallel ranks equal shares to avoid this."
             )
 
-    def without_batch(self, loader: Any, has_batch: bool, num_read: int) -> str:
-        """Return which ranks have no batch left, in words; empty if no rank has one; collective.
+    @staticmethod
+    def without_batch(name: str, has_batch: bool, num_read: int) -> str:
+        """Return which ranks have no batch of the loader left, in words; empty if no rank has one; collective.
 
         Raises ``ValueError``, on all ranks, if some of them had none from the beginning.
         """
@@ -182,10 +196,52 @@ class SameBatches:
         which = f"rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended[:8]))}{', ...' if ended[8:] else ''}"
         if num_read == 0:
             raise ValueError(
-                f"the {self.name_of(loader)} has no batch on {which}, but has some on others; give every data-parallel"
-                " rank rows to read"
+                f"the {name} has no batch on {which}, but has some on others; give every data-parallel rank rows to"
+                " read"
             )
         return which
+
+    def start_predicting(self) -> None:
+        """Begin a run of prediction."""
+        self._num_predicted, self._ends_predicting, self._repeat_step = 0, False, None
+
+    def predict(self, run_step: Callable[[], Any], repeat_step: Callable[[], object]) -> Any:
+        """Run a prediction step; after this rank's last one, take part in those of other ranks.
+
+        Where layers communicate with other model copies, ``repeat_step`` runs as often as other ranks have more steps.
+        """
+        module = self._strategy.lightning_module
+        assert module is not None
+        loop: Any = module.trainer.predict_loop
+        # With dataloader_iter, a step that runs again would read another batch.
+        if not self.runs_with_other_copies or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+            self._ends_predicting = True
+            return run_step()
+        self._some_predict(True)
+        output = run_step()
+        self._repeat_step = repeat_step
+        if loop.batch_progress.is_last_batch:  # now, because hooks at the end of the epoch may wait for other ranks
+            self.end_predicting()
+        return output
+
+    def end_predicting(self) -> None:
+        """Take part in the prediction steps of other ranks until none has any; collective, once for each run."""
+        if self._ends_predicting or not self.runs_with_other_copies:
+            return
+        self._ends_predicting = True
+        while self._some_predict(False):
+            assert self._repeat_step is not None  # a rank without any step is an error
+            self._repeat_step()
+        self._repeat_step = None
+
+    def _some_predict(self, has_batch: bool) -> bool:
+        """Return whether any rank runs another prediction step; collective.
+
+        Raises ``ValueError``, on all ranks, if some had none from the beginning.
+        """
+        some = all_true(has_batch) or bool(self.without_batch("predict_dataloader", has_batch, self._num_predicted))
+        self._num_predicted += 1
+        return some
 
     def _begin_in_copy(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass that is the same on the ranks of a model copy."""
@@ -425,7 +481,8 @@ class _Evaluated(Iterator[Any]):
         has_batch = batch is not _END
         # Elsewhere ranks need not wait for each other: each ends with its own last batch
         if number == 0 or self._is_shared:
-            if not all_true(has_batch) and not self._batches.without_batch(self._loader, has_batch, number):
+            name = self._batches.name_of(self._loader)
+            if not all_true(has_batch) and not self._batches.without_batch(name, has_batch, number):
                 raise StopIteration
             if not (has_batch or is_repeated):
                 self._batches.repeat_from(self._loader, number)

@@ -80,7 +80,7 @@ from lightning_mcore.strategy.checkpointing import EXCEPTION_TIMEOUT, Checkpoint
 from lightning_mcore.strategy.checks import (
     check_against_layout,
     check_arguments,
-    check_batches_to_predict,
+    check_batches_to_evaluate,
     planned_world_size,
     stop_iteration_is_an_error,
     validate_module,
@@ -525,12 +525,14 @@ class MCoreStrategy(DDPStrategy):
 
     def _start_evaluation(self) -> None:
         install_sigterm_handler(self._module.trainer)
+        if self.batches.runs_with_other_copies:
+            check_batches_to_evaluate(self._module.trainer, self.batches.gathers_parameters)
         self.logs.start_evaluation()
 
     def on_predict_start(self) -> None:
-        """Reject a dataset that gives ranks with shared experts different numbers of batches, which would hang."""
+        """Count steps from the start."""
         install_sigterm_handler(self._module.trainer)
-        check_batches_to_predict(self._module.trainer)
+        self.batches.start_predicting()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only; every stage of a pipeline gets the result if a hook may read it."""
@@ -542,7 +544,15 @@ class MCoreStrategy(DDPStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only; every rank of the pipeline gets the result."""
-        return self._evaluate("predict_step", args, kwargs, shares_output=True)
+
+        def run_step() -> Any:
+            return self._evaluate("predict_step", args, kwargs, shares_output=True)
+
+        def repeat_step() -> None:
+            with self.logs.repeated():
+                run_step()
+
+        return self.batches.predict(run_step, repeat_step)
 
     def _evaluate_and_log(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self._evaluate(step, args, kwargs, self.logs.shares_outputs)
@@ -562,6 +572,10 @@ class MCoreStrategy(DDPStrategy):
     def on_test_end(self) -> None:
         """Let later steps log normally again."""
         self.logs.end_evaluation()
+
+    def on_predict_end(self) -> None:
+        """Take part in the last steps of other ranks, if this rank did not know which of its own was the last."""
+        self.batches.end_predicting()
 
     # ---- collectives: metrics over the data-parallel ranks, decisions over the world
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.aggregation import SumMetric
 
 from lightning_mcore import MCoreGPT, data_shard
 from lightning_mcore.strategy.pipeline_runner import PipelineRunner
@@ -280,10 +281,87 @@ def test_a_copy_without_any_row_to_validate_ends_the_run_on_every_rank() -> None
         on_streams({}, DENSE, 7, None)
 
 
+class Shares(pl.LightningDataModule):
+    """One or several loaders for each stage, of which each model copy has its own rows."""
+
+    def __init__(self, *shares: tuple[tuple[int, int], ...], is_stream: bool) -> None:
+        super().__init__()
+        self.shares = shares
+        self.is_stream = is_stream
+
+    def predict_dataloader(self) -> Any:
+        rank = data_shard(self.trainer).rank  # type: ignore[arg-type]
+        streams = [Rows(*share[rank]) for share in self.shares]
+        data: list[Any] = streams if self.is_stream else [list(stream) for stream in streams]
+        return [DataLoader(rows, batch_size=2) for rows in data]
+
+    val_dataloader = test_dataloader = predict_dataloader
+
+
+class Counted(Experts):
+    """Counts the rows that it predicts, and lets the ranks meet at the end."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.rows = SumMetric()
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self.rows.update(len(batch["tokens"]))
+        return super().predict_step(batch, batch_idx)
+
+    def on_predict_epoch_end(self) -> None:
+        self.trainer.strategy.reduce(torch.zeros(1))
+
+
+TWO_LOADERS = ((0, 5), (5, 7)), ((0, 1), (1, 7))
+
+
+def predicted_shares(strategy: Any, dispatch: dict[str, Any], is_stream: bool) -> tuple[list[list[Tensor]], float]:
+    """Predict two loaders, of which each model copy has rows of its own."""
+    module = Counted(64, 8, EXPERTS | dispatch)
+    trainer = make_trainer(strategy, use_distributed_sampler=False)
+    found: Any = trainer.predict(module, datamodule=Shares(*TWO_LOADERS, is_stream=is_stream))
+    return found, float(module.rows.compute())
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["streams", "lists"])
+@pytest.mark.parametrize(
+    ("strategy", "dispatch"),
+    [pytest.param(EP2, {}, id="ep2"), ({**EP2, **PP2}, {}), (EP2, ALLGATHER)],
+    ids=["ep2", "ep2-pp2", "allgather"],
+)
+def test_ranks_that_share_experts_may_predict_unequally_many_batches(
+    strategy: dict[str, Any], dispatch: dict[str, Any], is_stream: bool
+) -> None:
+    [whole] = run_ranks(1, predicted_rows, dispatch)
+    stages = strategy.get("pipeline_model_parallel_size", 1)
+    ranks = run_ranks(2 * stages, predicted_shares, strategy, dispatch, is_stream, timeout=40)
+    for rank, (found, _) in enumerate(ranks):
+        for batches, shares in zip(found, TWO_LOADERS, strict=True):
+            first, end = shares[rank % 2]
+            assert [len(batch) for batch in batches] == [2] * ((end - first) // 2) + [1] * ((end - first) % 2)
+            assert torch.equal(torch.cat(batches), whole[first:end])
+    assert [count for _, count in ranks] == [14.0] * len(ranks)
+
+
+def predicted_rows(dispatch: dict[str, Any]) -> Tensor:
+    """Predict all rows, one at a time."""
+    found: Any = make_trainer("auto").predict(Experts(64, 8, EXPERTS | dispatch), DataLoader(Rows(0, 7)))
+    return torch.cat(found)
+
+
 @on_ranks(2)
-def test_ranks_that_share_experts_predict_equally_many_batches() -> None:
-    with refuses(RuntimeError, "share experts have 1 and 2 batches"):  # of 3 rows and of 2
-        make_trainer(EP2).predict(Experts(64, 8, EXPERTS), texts(5, 8, 64, batch_size=2))
+def test_a_copy_without_any_row_to_predict_ends_the_run_on_every_rank() -> None:
+    with refuses(ValueError, "the predict_dataloader has no batch on rank 1"):
+        make_trainer(EP2).predict(Experts(64, 8, EXPERTS), datamodule=Shares(((0, 7), (7, 7)), is_stream=True))
+
+
+@pytest.mark.parametrize(("way", "prefix"), [("validate", "val"), ("test", "test")])
+@on_ranks(2)
+def test_ranks_that_share_experts_evaluate_equally_many_batches_of_known_lengths(way: str, prefix: str) -> None:
+    data = Shares(((0, 3), (3, 6)), ((0, 5), (5, 7)), is_stream=False)
+    with refuses(ValueError, f"the {prefix}_dataloader 1 has 3 batches on rank 0 and 1 on rank 1"):
+        getattr(make_trainer(EP2, use_distributed_sampler=False), way)(Experts(64, 8, EXPERTS), datamodule=data)
 
 
 @on_ranks(4)

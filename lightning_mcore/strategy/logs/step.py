@@ -21,6 +21,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.chunks import find_pipeline
 from lightning_mcore.parallel.consensus import any_true
 from lightning_mcore.parallel.groups import process_group, process_groups_are_open
@@ -142,6 +143,10 @@ class StepLogger:
         if self._rows.whole_batch:
             return without_weight(self._module, self._rows.only_batch)
         return contextlib.nullcontext()
+
+    def repeated(self) -> AbstractContextManager[None]:
+        """Return a context in which a step counts nothing, because it only runs for other ranks."""
+        return attributes_set([self._rows], {"whole_batch": True})
 
     def end_evaluation_step(self) -> None:
         """After the last batch of a dataloader, agree on names."""
