@@ -108,6 +108,9 @@ class Distillation(Settings):
         if self.top_k is not None:
             require_size("top_k", self.top_k)
         require_size("max_new_tokens", self.max_new_tokens)
+        require_size("seed", self.seed, at_least=0)
+        if self.stop_token is not None:
+            require_size("stop_token", self.stop_token, at_least=0)
         if self.stored is not None and self.on_policy:
             raise ValueError(
                 f"on_policy={self.on_policy} needs the teacher in each step, and stored={self.stored!r} has its logits"

@@ -180,12 +180,19 @@ class MCoreDistillation(MCoreGPT):
         """Check the settings as ``MCoreGPT`` does; before training, also that the teacher fits student and layout.
 
         Raises:
-            ValueError: The teacher uses different tokens, is not a language model, or does not fit the layout.
+            ValueError: ``top_k`` or ``stop_token`` is outside the vocabulary, or the teacher uses different tokens, is
+                not a language model, or does not fit the layout.
         """
         super().check_settings()
         if self.distillation.top_k is not None and self.distillation.top_k > self.vocab_size:
             raise ValueError(
                 f"top_k={self.distillation.top_k} is more than the {self.vocab_size} tokens of the vocabulary; lower it"
+            )
+        stop = self.distillation.stop_token
+        if stop is not None and stop >= self.vocab_size:
+            raise ValueError(
+                f"stop_token={stop} is outside the student's vocabulary, so no answer would end; choose 0 to"
+                f" {self.vocab_size - 1}"
             )
         if not self._fits or (self._folder is not None and looks_complete(self._folder)):
             return

@@ -32,6 +32,9 @@ SETTINGS: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"teacher": "big", "stored": "logits"}, ValueError, "stored='logits'"),
     ({"teacher": "big", "on_policy": 1.5}, ValueError, "on_policy=1.5"),
     ({"teacher": "big", "on_policy": 0.5, "max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
+    ({"teacher": "big", "on_policy": 0.5, "stop_token": "<|im_end|>"}, TypeError, "stop_token='<|im_end|>'"),
+    ({"teacher": "big", "on_policy": 0.5, "stop_token": -1}, ValueError, "stop_token=-1"),
+    ({"teacher": "big", "on_policy": 0.5, "seed": -1}, ValueError, "seed=-1"),
     ({"teacher": "big", "top_k": 8, "stored": "logits", "on_policy": 0.5}, ValueError, "on_policy=0.5"),
     ({"teacher": "big", "intermediate_layer_pairs": []}, TypeError, "intermediate_layer_pairs=[]"),
     ({"teacher": "big", "intermediate_layer_pairs": [[1, 2, 3]]}, TypeError, "intermediate_layer_pairs=[[1, 2, 3]]"),
@@ -74,6 +77,13 @@ def folder(name: str, vocab_size: int, tokens: int | None = None, **sizes: Any) 
 
 def student(path: str, teacher: str, **arguments: Any) -> MCoreDistillation:
     return MCoreDistillation.from_pretrained(path, Distillation(teacher), seq_length=32, **arguments)
+
+
+def test_a_token_that_no_answer_can_end_with_is_refused() -> None:
+    setting = Distillation("big", on_policy=0.5, stop_token=VOCAB_SIZE)
+    module = MCoreDistillation.from_pretrained(folder("small", VOCAB_SIZE), setting, seq_length=32)
+    with refuses(ValueError, f"stop_token={VOCAB_SIZE}"):
+        module.check_settings()
 
 
 def test_a_teacher_with_a_vocabulary_of_its_own_is_refused() -> None:
