@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.config.lora import NOT_MERGED, LoRA
+from lightning_mcore.layers.direct_linear import is_plain, multiply
 from lightning_mcore.layers.latent_experts import WholeLinear
 from lightning_mcore.layers.lora import Adapters, Projection
 
@@ -63,9 +64,16 @@ class _Adapted:
 class _AdaptedLinear(_Adapted):
     """Adds the adapters of a linear layer to what it returns."""
 
+    is_plain: bool
+    _parameters: dict[str, nn.Parameter | None]
+
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Run the layer and its adapters."""
-        output, bias = super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
+        weight = self._parameters.get("weight")  # a quantized layer has none
+        if self.is_plain and weight is not None and not weight.requires_grad:
+            output, bias = multiply(self, inputs, *args, **kwargs)
+        else:
+            output, bias = super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
         if not self.lora.enabled:
             return output, bias
         # Without skip_bias_add the bias is already in the output.
@@ -131,6 +139,7 @@ def adapt(
         own = {adapters.parameter: property(_changed_weight)}
     else:
         bases = (_AdaptedEmbedding if isinstance(layer, VocabParallelEmbedding) else _AdaptedLinear, base)
+        own = {"is_plain": is_plain(layer)}
     layer.__class__ = type(base.__name__, bases, own)
     layer.add_module(ADAPTERS, adapters)
     if lora.use_dora:

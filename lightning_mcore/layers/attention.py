@@ -172,7 +172,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
         runs = chunked_runs(runs, reach.chunk)
     mask = _SharedMask(runs, reach)
     # Split once: a slice's gradient is as large as the whole tensor, for each slice.
-    queries = torch.split(query, [len(run.rows) for run in runs], dim=2)
+    queries = _split(query, [len(run.rows) for run in runs])
     keys, values = _pieces(key, runs), _pieces(value, runs)
     parts: list[Tensor] = []
     for run, rows in zip(runs, queries, strict=True):
@@ -206,8 +206,13 @@ def _pieces(tensor: Tensor, runs: list[QueryRun]) -> dict[int, Tensor]:
     """Return each sequence's keys (or values), by the index of the first."""
     ends = {run.keys.start: run.keys.stop for run in runs if len(run.keys) > 0}
     cuts = sorted({0, tensor.size(2), *ends, *ends.values()})
-    pieces = torch.split(tensor, [end - start for start, end in itertools.pairwise(cuts)], dim=2)
+    pieces = _split(tensor, [end - start for start, end in itertools.pairwise(cuts)])
     return dict(zip(cuts, pieces, strict=False))
+
+
+def _split(tensor: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+    """Split [b, h, tokens, d] along its tokens; a single piece is the tensor itself, whose gradient is not copied."""
+    return (tensor,) if len(lengths) == 1 else torch.split(tensor, lengths, dim=2)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's linear layers during generation: the product alone, which is all that they compute.
+"""Megatron's linear layers during generation, and below adapters: the product alone, which is all that they compute.
 
 Megatron runs each product in an autograd function, between two more for the communication of tensor-parallel ranks,
 even with one rank and no gradient. For a single token they take longer than the product.
@@ -20,9 +20,9 @@ def direct_products(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     Nothing in it may need gradients. Results are the same bit for bit.
     """
-    layers = [module for module in modules if _is_plain(module)]
+    layers = [module for module in modules if is_plain(module)]
     for layer in layers:
-        vars(layer)["forward"] = partial(_forward, layer)
+        vars(layer)["forward"] = partial(multiply, layer)
     try:
         yield
     finally:
@@ -30,7 +30,7 @@ def direct_products(modules: Iterable[nn.Module]) -> Iterator[None]:
             del vars(layer)["forward"]
 
 
-def _is_plain(layer: Any) -> bool:
+def is_plain(layer: Any) -> bool:
     """Return whether a layer computes what Megatron's class does, with a weight that is not split."""
     kind = next((kind for kind in (ColumnParallelLinear, RowParallelLinear) if isinstance(layer, kind)), None)
     if kind is None or "forward" in vars(layer):
@@ -39,10 +39,13 @@ def _is_plain(layer: Any) -> bool:
     return own == (kind.forward, kind._forward_impl) and layer.tp_group.size() == 1 and not layer.sequence_parallel
 
 
-def _forward(
+def multiply(
     layer: Any, inputs: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output and the bias that is left to add, as Megatron's ``forward``; there is nothing to gather."""
+    """Return the output and the bias that is left to add, as Megatron's ``forward``; there is nothing to gather.
+
+    For a plain layer. A trained weight needs Megatron's, which adds its gradient to Megatron's buffer.
+    """
     own = layer._parameters  # faster than attributes, which torch looks up here
     output = inputs.matmul((own["weight"] if weight is None else weight).t())
     bias: Tensor | None = own["bias"]

@@ -493,3 +493,26 @@ def test_causal_attention_over_more_keys_than_queries_is_refused() -> None:
 
     with refuses(ValueError, f"4 queries and {S} keys"):
         build()(query[:4], key, value, None)
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the operators that run inside the ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_an_unpacked_batch_are_not_copied() -> None:
+    query, key, value = tensors()
+    context = build()(query, key, value, None)
+
+    with _Operators() as operators:
+        context.sum().backward()
+
+    assert not {"cat", "slice_backward"} & set(operators.names)
+    assert "_scaled_dot_product_flash_attention_for_cpu_backward" in operators.names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that only multiply during generation have the same results, and others stay as they are."""
+"""Linear layers that only multiply have Megatron's results and gradients, and others stay as they are."""
 
 from typing import Any
 from unittest import mock
@@ -73,3 +73,46 @@ def test_layers_that_compute_more_are_left_as_they_are(chunk: Any) -> None:
     assert len(adapted) == 2
     compared: list[tuple[Tensor, Tensor]] = [(found[name][0], expected[name][0]) for name in found]
     assert all(torch.equal(value, other) for value, other in compared)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_layers_below_adapters_only_multiply_with_the_same_gradients(chunk: Any, dtype: torch.dtype) -> None:
+    add_lora(chunk, LoRA(r=2, target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]))
+    adapted = [child for child in chunk.modules() if "lora" in dict(child.named_children())]
+    for name, parameter in chunk.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter)
+    chunk.to(dtype)
+    tokens = torch.arange(32).view(2, 16)
+
+    def loss_and_gradients() -> list[Tensor]:
+        chunk.zero_grad()
+        losses = chunk(tokens, torch.arange(16).expand(2, 16), None, labels=(3 * tokens) % 64)
+        losses.sum().backward()
+        return [losses.detach(), *(parameter.grad for parameter in chunk.parameters() if parameter.requires_grad)]
+
+    own = megatron_layers.linear_with_frozen_weight
+    with mock.patch.object(megatron_layers, "linear_with_frozen_weight", wraps=own) as megatrons:
+        found = loss_and_gradients()
+        direct_calls = megatrons.call_count
+        for layer in adapted:
+            type(layer).is_plain = False  # type: ignore[attr-defined]
+        expected = loss_and_gradients()
+
+    assert (direct_calls, megatrons.call_count) == (1, 1 + 5)  # the output layer has no adapter
+    assert len(adapted) == 4
+    assert len(found) == 1 + sum(parameter.requires_grad for parameter in chunk.parameters()) > 8
+    assert all(torch.equal(value, other) for value, other in zip(found, expected, strict=True))
+    assert all(float(gradient.abs().sum()) > 0 for gradient in found)
+
+
+def test_a_trained_layer_below_adapters_is_megatrons(chunk: Any) -> None:
+    add_lora(chunk, LoRA(r=2, target_modules=["linear_proj"]))
+    layer = chunk.decoder.layers[0].self_attention.linear_proj
+    layer.weight.requires_grad_()
+
+    function = mock.patch.object(
+        megatron_layers, "linear_with_grad_accumulation_and_async_allreduce", side_effect=ZeroDivisionError
+    )
+    with function, pytest.raises(ZeroDivisionError):
+        layer(torch.randn(3, 2, 32))
