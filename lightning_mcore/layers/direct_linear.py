@@ -47,6 +47,10 @@ def multiply(
     For a plain layer. A trained weight needs Megatron's, which adds its gradient to Megatron's buffer.
     """
     own = layer._parameters  # faster than attributes, which torch looks up here
+    if isinstance(layer, ColumnParallelLinear):
+        # Megatron hands on a view, whose strides may tell torch to use another kernel. A single sequence of 32 tokens
+        # can have the strides (32, 1024, 1), and its view has (32, 32, 1).
+        inputs = inputs.view(inputs.shape)
     output = inputs.matmul((own["weight"] if weight is None else weight).t())
     bias: Tensor | None = own["bias"]
     if bias is None or layer.skip_bias_add:

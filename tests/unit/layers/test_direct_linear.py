@@ -116,3 +116,16 @@ def test_a_trained_layer_below_adapters_is_megatrons(chunk: Any) -> None:
     )
     with function, pytest.raises(ZeroDivisionError):
         layer(torch.randn(3, 2, 32))
+
+
+@torch.no_grad()
+def test_a_frozen_layer_has_the_same_results_whatever_the_strides_of_a_single_sequence(chunk: Any) -> None:
+    layer = chunk.requires_grad_(False).decoder.layers[0].mlp.linear_fc1
+    inputs = torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(1)).transpose(0, 1)
+    expected, _ = layer(inputs)
+
+    with direct_products([layer]):
+        found, _ = layer(inputs)
+
+    assert inputs.stride() == (32, 1024, 1)
+    assert torch.equal(found, expected)
