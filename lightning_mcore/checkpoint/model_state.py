@@ -374,14 +374,28 @@ def _load_optimizer(
             copy = next((_prefix(index, name) for name in MAIN_NAMES if name in names), "{}")
             wanted += place_range(copy, targets["param"].view(-1), share.sharded, share.begin)
         read.append((share, targets))
+    weights: list[tuple[Tensor, Tensor]] = []
     for entry in tensors_in(model_state):
         names = [name for name in MAIN_NAMES if name in names_of(entry)]
-        # An fp32 parameter has no copy here. A copy in the checkpoint is the exact value; the weight there is rounded.
-        if names and isinstance(entry.data, nn.Parameter) and entry.data.dtype == torch.float32:
-            wanted += place_range(_prefix(index, names[0]), entry.data.detach().view(-1), entry, begin=0)
+        # A copy in the checkpoint is the exact value, and the weight there is rounded to its dtype: right for this run
+        # only if it has the same one. An fp32 parameter has no copy here.
+        if names and isinstance(entry.data, nn.Parameter) and _is_rounded_otherwise(stored, entry):
+            exact = entry.data.detach().float()
+            weights.append((entry.data.detach(), exact))
+            wanted += place_range(_prefix(index, names[0]), exact.view(-1), entry, begin=0)
     read_into(stored, wanted)
+    for weight, exact in weights:
+        weight.copy_(exact)  # does nothing in fp32, where it is the same memory
     for share, targets in read:
         share.accept(targets)
+
+
+def _is_rounded_otherwise(stored: StoredState, entry: ShardedTensor | ShardedTensorFactory) -> bool:
+    """Whether a weight in the checkpoint may be rounded to another dtype than the parameter has."""
+    if is_float8tensor(entry.data):
+        return False
+    dtype: torch.dtype = entry.data.dtype
+    return dtype == torch.float32 or dtype != stored.dtype(pieces_of(entry)[0].place.key)
 
 
 def read_into(stored: StoredState, wanted: Sequence[ShardedTensor]) -> None:

@@ -314,6 +314,18 @@ def test_a_run_in_fp32_takes_the_copies_for_its_weights(saved_in_half: dict[str,
                 check_state(loaded.state, replace(saved_in_half[name], weights=weights), f"{name} on {layout.id}")
 
 
+def test_a_run_in_fp16_rounds_the_copies_of_bf16_for_its_weights(saved_in_half: dict[str, Whole]) -> None:
+    paths = {name: whole.path for name, whole in saved_in_half.items()}
+    for layout in (Layout(tp=2), Layout(dp=2, distributed_optimizer=True, overlap=True)):
+        for rank in run_ranks(layout.world_size, load, layout, paths, "16-true", timeout=120):
+            for name, loaded in rank.items():
+                copies = saved_in_half[name].optimizer
+                weights = {
+                    key: copies[f"optimizer.state.param.{key}"].half().float() for key in saved_in_half[name].weights
+                }
+                check_state(loaded.state, replace(saved_in_half[name], weights=weights), f"{name} on {layout.id}")
+
+
 def test_a_run_in_bf16_takes_the_weights_of_fp32_for_its_copies(tmp_path: Path) -> None:
     whole = save_on(Layout(pp=2), str(tmp_path / "fp32.ckpt"), "32-true")
     for layout in (Layout(tp=2), Layout(dp=2, distributed_optimizer=True), Layout(dp=2, sharding="optim_grads_params")):
