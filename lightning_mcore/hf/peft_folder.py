@@ -68,7 +68,7 @@ _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
 _BEGINNINGS = ("model.language_model.", "language_model.model.", "model.")
 _BEGINNING = re.compile(rf"{re.escape(PREFIX)}(?:{'|'.join(_BEGINNINGS)})(?=layers\.|embed_tokens\.|norm\.)")
 TIED = f"{PREFIX}{OUTPUT}.weight"  # in the file next to an embedding that is the output layer too
-_SCORES = f"{PREFIX}{SCORE}"
+SCORES = f"{PREFIX}{SCORE}"  # the score layer of a reward model
 _EXPERTS = r".*\.experts\..*"
 _OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
@@ -247,9 +247,9 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     # The file's own layout counts, whatever the settings describe
     pieces = list(adapter_pieces(module, lora, run_on_all_ranks(lambda: _layout(_keys(folder)))))
     # An adapter of a language model has no score layer, and LLaMA-Factory keeps a reward model's in a file of its own
-    if lora.saves(SCORE.removesuffix(".weight")) and not run_on_all_ranks(partial(_has_scores, folder)):
+    if lora.saves(SCORE.removesuffix(".weight")) and not run_on_all_ranks(partial(has_scores, folder)):
         run_on_all_ranks(lambda: _fill_scores(folder, pieces))
-        pieces = [piece for piece in pieces if piece.key != _SCORES]
+        pieces = [piece for piece in pieces if piece.key != SCORES]
     shapes = whole_shapes(pieces)
     names: Any = module
     family = names.hf_names()[0]
@@ -257,15 +257,16 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     run_on_all_ranks(lambda: _compare_copies(folder, family, list(copied_pieces(module))))
 
 
-def _has_scores(folder: str) -> bool:
-    """Return whether an adapter's settings or its weights name a score layer."""
-    return read_lora(folder).saves(SCORE.removesuffix(".weight")) or _SCORES in _keys(folder)
+def has_scores(path: str) -> bool:
+    """Return whether the settings or the weights of an adapter name a score layer."""
+    folder = _folder_with_weights(path)
+    return read_lora(folder).saves(SCORE.removesuffix(".weight")) or SCORES in _keys(folder)
 
 
 def _fill_scores(folder: str, pieces: list[Piece]) -> None:
     """Fill a score layer from LLaMA-Factory's file; without one it keeps its start."""
     path = os.path.join(folder, VALUE_HEAD_FILE)
-    scores = [piece for piece in pieces if piece.key == _SCORES and os.path.exists(path)]
+    scores = [piece for piece in pieces if piece.key == SCORES and os.path.exists(path)]
     for piece in scores:
         with _opened(path) as file, torch.no_grad():
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key == VALUE_HEAD}  # noqa: SIM118

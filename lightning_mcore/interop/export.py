@@ -27,7 +27,7 @@ from tqdm import tqdm
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving
 from lightning_mcore.config.lora import NOT_MERGED
-from lightning_mcore.hf.family import SCORE, SCORING, VALUE_HEAD, VALUE_HEAD_FILE
+from lightning_mcore.hf.family import SCORE, SCORING
 from lightning_mcore.hf.files import INDEX_FILE
 from lightning_mcore.hf.pretrained import ModelPieces, pieces_of_module
 from lightning_mcore.hf.registry import find_family, recorded_family
@@ -36,7 +36,14 @@ from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.interop import hub
 from lightning_mcore.interop.export_adapter import save_adapter
-from lightning_mcore.interop.export_config import Description, describe, warn_of_losses, write_files, write_json
+from lightning_mcore.interop.export_config import (
+    Description,
+    describe,
+    warn_of_losses,
+    write_files,
+    write_json,
+    write_value_head,
+)
 from lightning_mcore.interop.export_folder import new_folder, require_free, shared_folder
 from lightning_mcore.interop.export_plan import (
     MAX_SHARD_SIZE,
@@ -298,19 +305,8 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
         write_json(os.path.join(folder, INDEX_FILE), plan.index)
     write_files(description, plan.main_dtype, folder)
     if description.family.endswith(SCORING):
-        _write_value_head(folder)
-
-
-def _write_value_head(folder: str) -> None:
-    """Write a reward model's score layer also as LLaMA-Factory reads it; a classifier has several scores."""
-    from safetensors.torch import save_file
-
-    tensors = SafetensorsFolder(folder)
-    if tensors.shapes[SCORE][0] > 1:
-        return
-    weight = tensors.read(SCORE, (0, 0), tensors.shapes[SCORE]).clone()
-    bias = VALUE_HEAD.replace("weight", "bias")
-    save_file({VALUE_HEAD: weight, bias: torch.zeros_like(weight[:, 0])}, os.path.join(folder, VALUE_HEAD_FILE))
+        tensors = SafetensorsFolder(folder)
+        write_value_head(folder, tensors.read(SCORE, (0, 0), tensors.shapes[SCORE]))
 
 
 def _progress(plan: ExportPlan, out: str) -> Any:

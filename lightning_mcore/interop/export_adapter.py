@@ -22,7 +22,7 @@ from lightning_mcore.config.lora import EMBEDDING, LoRA
 from lightning_mcore.hf.adapters import is_translated, projection_names
 from lightning_mcore.hf.family import SCORE, Family
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE
-from lightning_mcore.hf.peft_folder import SETTINGS, TIED, WEIGHTS_FILE, has_tower, whole_shapes
+from lightning_mcore.hf.peft_folder import SCORES, SETTINGS, TIED, WEIGHTS_FILE, has_tower, whole_shapes
 from lightning_mcore.hf.peft_tensors import (
     ExpertLayout,
     Piece,
@@ -33,7 +33,7 @@ from lightning_mcore.hf.peft_tensors import (
 )
 from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.weight_rules import Stack
-from lightning_mcore.interop.export_config import copy_tokenizer, write_json
+from lightning_mcore.interop.export_config import copy_tokenizer, write_json, write_value_head
 from lightning_mcore.interop.export_folder import new_folder, require_free
 from lightning_mcore.interop.export_tensors import ready_to_read
 from lightning_mcore.layers.lora import Adapter
@@ -159,6 +159,8 @@ def _write(out: str, tensors: dict[str, Tensor], config: Mapping[str, Any], base
     with new_folder(out) as folder, saving(out):
         write_safetensors(os.path.join(folder, WEIGHTS_FILE), described, tensors.__getitem__)
         write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), config)
+        if SCORES in tensors:
+            write_value_head(folder, tensors[SCORES])
         copy_tokenizer(base, folder)
 
 

@@ -18,13 +18,22 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from safetensors.torch import save_file
+from torch import Tensor
 
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.config.reranking import Reranker
 from lightning_mcore.hf.cross_encoder_folder import TEMPLATE_FILE, chat_template, files_of_reranker, padding_of
-from lightning_mcore.hf.family import SCORING, Family, complete_fields, differences
+from lightning_mcore.hf.family import (
+    SCORING,
+    VALUE_HEAD,
+    VALUE_HEAD_FILE,
+    Family,
+    complete_fields,
+    differences,
+)
 from lightning_mcore.hf.files import CONFIG_FILE
 from lightning_mcore.hf.registry import family_names, find_family, recorded_family
 from lightning_mcore.hf.sentence_folder import files_of
@@ -154,6 +163,15 @@ def write_files(description: Description, dtype: torch.dtype, folder: str) -> No
 def copy_tokenizer(path: str | None, folder: str) -> None:
     """Copy a Hugging Face model's tokenizer (of a folder or hub name) into a folder, if the model is still there."""
     _copy(_folder_of(path), _TOKENIZER_FILES, folder)
+
+
+def write_value_head(folder: str, weight: Tensor) -> None:
+    """Write a reward model's score layer, [labels, h], as LLaMA-Factory reads it; nothing for several labels."""
+    if weight.size(0) > 1:
+        return
+    bias = VALUE_HEAD.replace("weight", "bias")
+    tensors = {VALUE_HEAD: weight.clone(), bias: torch.zeros_like(weight[:, 0])}
+    save_file(tensors, os.path.join(folder, VALUE_HEAD_FILE))
 
 
 def write_json(path: str, content: Mapping[str, Any] | Sequence[Any]) -> None:

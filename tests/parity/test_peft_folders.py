@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_mcore import LoRA, MCoreGPT, MCorePreference, MCoreVisionGPT, Preference, single_process
+from lightning_mcore.arguments.llamafactory.export import FactoryExport
 from lightning_mcore.config.lora import EXPERTS
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import check_held, is_translated, projection_names
@@ -336,6 +337,36 @@ def test_an_adapter_of_a_reward_model_is_read_as_peft_writes_it(tmp_path: Path) 
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+    head = load_file(tmp_path / "again" / "value_head.safetensors")  # for LLaMA-Factory
+    assert torch.equal(head["v_head.summary.weight"], after["base_model.model.score.weight"])
+
+
+def merge_by_file(folder: str, adapter: str, out: str) -> None:
+    """Merge an adapter as a LLaMA-Factory file with ``export_dir`` does."""
+    FactoryExport(folder, (adapter,), out, "5GB").write()
+
+
+@pytest.mark.filterwarnings("ignore:Some weights of .* were not initialized")
+def test_a_llamafactory_file_merges_an_adapter_with_its_score_layer(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder = save_tiny("llama", tmp_path / "llama", num_labels=1)
+    wanted = save_with_peft(folder, tmp_path / "peft", target_modules=["q_proj"], task_type="SEQ_CLS")
+    run_ranks(1, merge_by_file, str(folder), str(tmp_path / "peft"), str(tmp_path / "out"), open_group=False)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    with torch.no_grad():
+        found = merged(text()["tokens"]).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_llamafactory_file_that_merges_an_adapter_copies_its_value_head(tmp_path: Path) -> None:
+    save_with_peft(tiny_folder("llama"), tmp_path / "peft", target_modules=["q_proj"])
+    head = {"v_head.summary.weight": torch.randn(1, 32), "v_head.summary.bias": torch.ones(1)}
+    save_file(head, tmp_path / "peft" / "value_head.safetensors", {"format": "pt"})
+    words = str(tiny_folder("llama")), str(tmp_path / "peft"), str(tmp_path / "out")
+    run_ranks(1, merge_by_file, *words, open_group=False)
+    copied = load_file(tmp_path / "out" / "value_head.safetensors")
+    assert all(torch.equal(copied[key], head[key]) for key in head)
 
 
 @pytest.mark.filterwarnings("ignore:Some weights of .* were not initialized")

@@ -4,12 +4,15 @@
 ``cli/llamafactory.py`` asks :func:`read_export` first, because the same command trains and exports.
 """
 
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_mcore.arguments.llamafactory.rules import check_supported, own_keys, read_keys
 from lightning_mcore.config.value_checks import require_size
-from lightning_mcore.hf.source import read_config, seeing_name, sees_images
+from lightning_mcore.hf.family import VALUE_HEAD_FILE
+from lightning_mcore.hf.source import local_folder, read_config, seeing_name, sees_images
 
 _OWN = ("export_dir", "export_size", "export_device")  # a device has no effect: tensors are written from the CPU
 
@@ -25,10 +28,12 @@ class FactoryExport:
 
     def write(self) -> None:
         """Merge the adapters and write the model, all in this process."""
+        from lightning_mcore.hf.peft_folder import has_scores
         from lightning_mcore.interop.export import export_model
         from lightning_mcore.interop.export_folder import require_free
         from lightning_mcore.layers.session import single_process
         from lightning_mcore.models.gpt import MCoreGPT
+        from lightning_mcore.models.preference import MCorePreference
         from lightning_mcore.models.vision import MCoreVisionGPT
 
         # Before the model is read, which may take minutes.
@@ -37,11 +42,20 @@ class FactoryExport:
         dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
         # The whole model, even if its language model may be read alone
         kind = MCoreVisionGPT if sees_images(self.model, seeing_name(self.model, None)) else MCoreGPT
-        module = kind.from_pretrained(self.model, adapters=list(self.adapters))
+        module: MCoreGPT
+        if self.adapters and has_scores(self.adapters[-1]):
+            adapters = list(self.adapters)
+            module = MCorePreference.from_pretrained(self.model, preference={"loss": "reward"}, adapters=adapters)
+        else:
+            module = kind.from_pretrained(self.model, adapters=list(self.adapters))
         module.check_settings()
         with single_process():
             module.configure_model()
             export_model(module, self.out, dtype=dtype, max_shard_size=self.max_shard_size)
+        # LLaMA-Factory keeps a reward model's score layer in a file next to the adapter or the model
+        head = os.path.join(local_folder(self.adapters[-1] if self.adapters else self.model), VALUE_HEAD_FILE)
+        if os.path.exists(head) and not isinstance(module, MCorePreference):
+            shutil.copy(head, self.out)
 
 
 def read_export(path: str | None, overrides: Sequence[str] = ()) -> FactoryExport | None:
