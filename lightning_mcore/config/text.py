@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "max_grad_norm": "set gradient_clip_val of the trainer",
     "num_train_epochs": "set max_epochs of the trainer",
     "output_dir": "set default_root_dir of the trainer",
+    "packing": "set packing of the data",
     "per_device_eval_batch_size": "set eval_batch_size of the data",
     "per_device_train_batch_size": "set batch_size of the data",
     "report_to": "set logger of the trainer",

@@ -182,6 +182,7 @@ def test_every_option_of_a_command_is_known_before_it_is_imported(command: str) 
     [
         ("--trainer.gradient_accumulation_steps", "set accumulate_grad_batches of the trainer"),
         ("per_device_train_batch_size", "set batch_size of the data"),
+        ("packing", "set packing of the data"),
         ("task_type", "the class of the model says what is trained; leave it out"),
         ("--tensor-model-parallel-size", "set it in the strategy"),
         ("group_by_length", "rows of equal length are not collected; packing leaves almost no padding"),
