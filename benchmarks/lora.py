@@ -3,10 +3,9 @@
 
 The same tiny Llama is trained on the same rows on two data-parallel CPU ranks in three ways: all weights under
 ``MCoreStrategy``, adapters on all linear layers under ``MCoreStrategy``, and the same adapters made by ``peft`` under
-Lightning's ``ddp``. All log their loss. The three run in turn, each in its own processes, so that all of them see the
-same load on a shared machine. Each turn gives the median time of its steps after warm-up. The figures are medians over
-rounds, and ratios are medians of the ratios within each round. Memory is a rank's peak resident size minus its size
-before the model is built.
+Lightning's ``ddp``. The three run in turn, each in its own processes, so that all of them see the same load on a shared
+machine. Each turn gives the median time of its steps after warm-up. The figures are medians over rounds, and ratios are
+medians of the ratios within each round. Memory is a rank's peak resident size minus its size before the model is built.
 
     python -m benchmarks.lora
     python -m benchmarks.lora --rounds 3 --hidden 256
@@ -78,9 +77,7 @@ class PeftModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(batch["tokens"]).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
