@@ -349,8 +349,8 @@ REFUSED: Mapping[str, str] = {
     "log_level_replica": "other ranks log everything that does not go through Lightning's rank_zero functions",
     "eval_delay": "Lightning starts validating with the first epoch or step",
     "load_best_model_at_end": (
-        "the weights of the last step stay, but with save_strategy='best' the best ones are a checkpoint for"
-        " trainer.test(ckpt_path='best') and lightning-mcore export"
+        "the last weights stay in memory, and save_strategy='best' keeps the best ones in a checkpoint, which"
+        " trainer.test(ckpt_path='best') and lightning-mcore export read"
     ),
     "save_on_each_node": "a checkpoint is one folder that all machines write to together",
     "ignore_data_skip": "a resumed run continues with the very next sample",

@@ -329,7 +329,7 @@ def load(
             megatron_lm.load_buckets(stored.path, stored.read, optimizer, own, step)
             continue
         _load_optimizer(stored, index, own, model_state, keeps_dtypes=not optimizer.rebuilt)
-    scatter_parameters(chunks, with_main=False)  # what _load_optimizer has read into fp32 parameters
+    scatter_parameters(chunks, with_main=False)  # what _load_optimizer has read into parameters
 
 
 def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
@@ -377,11 +377,14 @@ def _load_optimizer(
     weights: list[tuple[Tensor, Tensor]] = []
     for entry in tensors_in(model_state):
         names = [name for name in MAIN_NAMES if name in names_of(entry)]
-        # A copy in the checkpoint is the exact value, and the weight there is rounded to its dtype: right for this run
-        # only if it has the same one. An fp32 parameter has no copy here.
-        if names and isinstance(entry.data, nn.Parameter) and _is_rounded_otherwise(stored, entry):
-            exact = entry.data.detach().float()
-            weights.append((entry.data.detach(), exact))
+        # A copy in the checkpoint is the exact value. The weight there is rounded, and serves a run in the same dtype.
+        # An fp32 parameter has no copy here.
+        if names and isinstance(entry.data, nn.Parameter) and _needs_exact_value(stored, entry):
+            weight = entry.data.detach()
+            # On the host, because a device may have no room for all weights in fp32
+            is_exact = weight.dtype == torch.float32
+            exact = weight if is_exact else torch.empty_like(weight, dtype=torch.float32, device="cpu")
+            weights.append((weight, exact))
             wanted += place_range(_prefix(index, names[0]), exact.view(-1), entry, begin=0)
     read_into(stored, wanted)
     for weight, exact in weights:
@@ -390,8 +393,8 @@ def _load_optimizer(
         share.accept(targets)
 
 
-def _is_rounded_otherwise(stored: StoredState, entry: ShardedTensor | ShardedTensorFactory) -> bool:
-    """Whether a weight in the checkpoint may be rounded to another dtype than the parameter has."""
+def _needs_exact_value(stored: StoredState, entry: ShardedTensor | ShardedTensorFactory) -> bool:
+    """Whether a parameter is in fp32, or in another dtype than the weight in the checkpoint."""
     if is_float8tensor(entry.data):
         return False
     dtype: torch.dtype = entry.data.dtype

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.moe.router import Router
@@ -64,13 +65,11 @@ class _Adapted:
 class _AdaptedLinear(_Adapted):
     """Adds the adapters of a linear layer to what it returns."""
 
-    is_plain: bool
-    _parameters: dict[str, nn.Parameter | None]
+    is_plain: bool  # before it was adapted
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Run the layer and its adapters."""
-        weight = self._parameters.get("weight")  # a quantized layer has none
-        if self.is_plain and weight is not None and not weight.requires_grad:
+        if self.is_plain and _is_frozen(self, inputs):
             output, bias = multiply(self, inputs, *args, **kwargs)
         else:
             output, bias = super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -96,6 +95,16 @@ def adapted_weight(layer: Any) -> nn.Parameter:
     """Return the frozen weight that a layer's adapters belong to."""
     weight: nn.Parameter = layer._parameters[layer.lora.parameter]
     return weight
+
+
+def _is_frozen(layer: Any, inputs: Tensor) -> bool:
+    """Return whether a layer may multiply by its weight without Megatron's function.
+
+    That function keeps a trained weight's gradient in Megatron's buffer and, under autocast, the weight itself for
+    backward instead of a copy in another dtype.
+    """
+    weight = layer._parameters.get("weight")  # a quantized layer has none
+    return weight is not None and not weight.requires_grad and not torch.is_autocast_enabled(inputs.device.type)
 
 
 def _changed_weight(layer: Any) -> Tensor:

@@ -2,7 +2,8 @@
 """Megatron's linear layers during generation, and below adapters: the product alone, which is all that they compute.
 
 Megatron runs each product in an autograd function, between two more for the communication of tensor-parallel ranks,
-even with one rank and no gradient. For a single token they take longer than the product.
+even with one rank and no gradient. For a single token they take longer than the product. Below adapters
+(``adapted_layers.py``) there are gradients, but not of the frozen weight.
 """
 
 import contextlib
@@ -48,8 +49,8 @@ def multiply(
     """
     own = layer._parameters  # faster than attributes, which torch looks up here
     if isinstance(layer, ColumnParallelLinear):
-        # Megatron hands on a view, whose strides may tell torch to use another kernel. A single sequence of 32 tokens
-        # can have the strides (32, 1024, 1), and its view has (32, 32, 1).
+        # Megatron's function for the ranks' communication returns a view, whose strides may tell torch to use another
+        # kernel. A single sequence of 32 tokens can have the strides (32, 1024, 1), and its view has (32, 32, 1).
         inputs = inputs.view(inputs.shape)
     output = inputs.matmul((own["weight"] if weight is None else weight).t())
     bias: Tensor | None = own["bias"]

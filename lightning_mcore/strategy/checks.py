@@ -291,16 +291,19 @@ def check_batches_to_evaluate(trainer: pl.Trainer, gathers_parameters: bool) -> 
     assert stage is not None
     prefix = stage.dataloader_prefix
     first = 0 if gathers_parameters else dist.get_process_group_ranks(process_group("experts"))[0]
-    found: dict[int, tuple[int, list[Any]]] = {}  # of the first rank of each group
-    for rank, (group, counts) in enumerate(all_gather_object((first, list(loop.max_batches)))):
-        other, expected = found.setdefault(group, (rank, counts))
-        for index, (count, wanted) in enumerate(zip(counts, expected, strict=True)):
-            if count != wanted:
-                name = f"{prefix}_dataloader {index}" if len(counts) > 1 else f"{prefix}_dataloader"
+    groups: dict[int, list[tuple[int, list[Any]]]] = {}  # the ranks of each, with the numbers of their loaders
+    for rank, (group, numbers) in enumerate(all_gather_object((first, list(loop.max_batches)))):
+        groups.setdefault(group, []).append((rank, numbers))
+    for ranks in groups.values():
+        for index in range(len(loop.max_batches)):
+            counts = {rank: numbers[index] for rank, numbers in ranks}
+            most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+            if counts[most] != counts[least]:
+                name = f"{prefix}_dataloader {index}" if len(loop.max_batches) > 1 else f"{prefix}_dataloader"
                 raise ValueError(
-                    f"the {name} has {wanted} batches on rank {other} and {count} on rank {rank}, whose layers wait for"
-                    " each other in every batch; give every data-parallel rank equally many, or set"
-                    f" limit_{prefix}_batches={min(count, wanted)}"
+                    f"the {name} has {counts[most]} batches on rank {most} and {counts[least]} on rank {least}, whose"
+                    " layers wait for each other in every batch; give every data-parallel rank equally many, or set"
+                    f" limit_{prefix}_batches={counts[least]}"
                 )
 
 

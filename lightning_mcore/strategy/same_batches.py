@@ -10,8 +10,8 @@ compare checksums of batches where Lightning's loops read them, and raise on all
 A stream may have more batches for one copy than for another. So before each batch of a stream, all ranks agree that
 each of them has one; where one has none, the epoch ends on all, as it does for ``data/finetuning/stream.py``.
 Evaluation skips no rows: ranks with more batches continue alone. Where their layers need the other ranks, as shared
-experts do, those repeat their last batch, which does not count again, or their last prediction step
-(:meth:`SameBatches.predict`).
+experts do, the others repeat in validation their last batch, and in prediction their last step
+(:meth:`SameBatches.predict`); neither counts again.
 
 With ``broadcast_batches=True``, the first rank of each copy reads and sends its batches to the others, with the random
 states that reading left. ``strategy.py`` passes every loader through :class:`SameBatches`.
@@ -105,6 +105,7 @@ class SameBatches:
     def teardown(self) -> None:
         """Give the loaders back their classes."""
         self._compared.clear()
+        self._repeat_step = None
         self._restores.close()
 
     def begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -113,22 +114,23 @@ class SameBatches:
         kind = self._pass_of_stream(loader)
         return in_copy if kind is None else kind(self, loader, in_copy)
 
-    def _pass_of_stream(self, loader: Any) -> "type[_Ended | _Evaluated] | None":
-        """Return how several model copies read a stream together; None for other loaders and for predictions."""
+    def _pass_of_stream(self, loader: Any) -> "type[_Ended | _Evaluated | _Predicted] | None":
+        """Return how several model copies read a stream together; None for other loaders."""
         module, layout = self._strategy.lightning_module, self._strategy.layout
         if module is None or layout.data_parallel_size(self._strategy.world_size) == 1:
             return None
         trainer, stage = module.trainer, module.trainer.state.stage
         assert stage is not None
-        if not (stage == RunningStage.TRAINING or stage.evaluating):
+        kinds: Any = {RunningStage.TRAINING: (trainer.fit_loop, _Ended)}
+        if stage.evaluating:
+            kinds[stage] = (trainer._evaluation_loop, _Evaluated)
+        if self.runs_with_other_copies:
+            kinds[RunningStage.PREDICTING] = (trainer.predict_loop, _Predicted)
+        loop, kind = kinds.get(stage, (None, None))
+        if loop is None or ends_with_its_length(loader) or isinstance(loader, StreamLoader):  # the last does it itself
             return None
-        if ends_with_its_length(loader) or isinstance(loader, StreamLoader):  # the second does it itself
-            return None
-        loop = trainer.fit_loop if stage == RunningStage.TRAINING else trainer._evaluation_loop
         # With dataloader_iter, the module reads as many batches as it likes.
-        if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
-            return None
-        return _Ended if stage == RunningStage.TRAINING else _Evaluated
+        return None if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher) else kind
 
     @property
     def runs_with_other_copies(self) -> bool:
@@ -217,12 +219,18 @@ class SameBatches:
         if not self.runs_with_other_copies or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             self._ends_predicting = True
             return run_step()
+        self._repeat_step = None  # it holds a batch
         self._some_predict(True)
         output = run_step()
         self._repeat_step = repeat_step
         if loop.batch_progress.is_last_batch:  # now, because hooks at the end of the epoch may wait for other ranks
             self.end_predicting()
         return output
+
+    @property
+    def num_predicted(self) -> int:
+        """Prediction steps that all ranks have run, if their layers communicate."""
+        return self._num_predicted
 
     def end_predicting(self) -> None:
         """Take part in the prediction steps of other ranks until none has any; collective, once for each run."""
@@ -233,6 +241,14 @@ class SameBatches:
             assert self._repeat_step is not None  # a rank without any step is an error
             self._repeat_step()
         self._repeat_step = None
+
+    def end_loader_to_predict(self, loader: Any) -> None:
+        """After the last loader, end the predictions."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        loaders = module.trainer.predict_loop._combined_loader
+        if loaders is not None and loaders.flattened[-1] is loader:
+            self.end_predicting()
 
     def _some_predict(self, has_batch: bool) -> bool:
         """Return whether any rank runs another prediction step; collective.
@@ -490,6 +506,31 @@ class _Evaluated(Iterator[Any]):
             return self._last
         if not has_batch:
             raise StopIteration
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop everything, as ``_Pass`` does."""
+        return {}
+
+
+class _Predicted(Iterator[Any]):
+    """One pass over a stream to predict; at the end of the last stream, this rank takes part in others' steps."""
+
+    def __init__(self, batches: SameBatches, loader: Any, inner: Iterator[Any]) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._inner = inner
+        self._num_read = batches.num_predicted  # Lightning reads one loader after the other
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        batch = next(self._inner, _END)
+        if batch is _END:
+            # Lightning may have read ahead; then the last batch has its step after this
+            if self._num_read == self._batches.num_predicted:
+                self._batches.end_loader_to_predict(self._loader)
+            raise StopIteration
+        self._num_read += 1
         return batch
 
     def __getstate__(self) -> dict[str, Any]:

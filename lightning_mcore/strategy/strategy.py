@@ -530,7 +530,7 @@ class MCoreStrategy(DDPStrategy):
         self.logs.start_evaluation()
 
     def on_predict_start(self) -> None:
-        """Count steps from the start."""
+        """Prepare for SIGTERM, and count steps from the start."""
         install_sigterm_handler(self._module.trainer)
         self.batches.start_predicting()
 
@@ -574,7 +574,7 @@ class MCoreStrategy(DDPStrategy):
         self.logs.end_evaluation()
 
     def on_predict_end(self) -> None:
-        """Take part in the last steps of other ranks, if this rank did not know which of its own was the last."""
+        """Take part in the last steps of other ranks, if neither a step nor a stream showed that it was the last."""
         self.batches.end_predicting()
 
     # ---- collectives: metrics over the data-parallel ranks, decisions over the world

@@ -350,10 +350,32 @@ def predicted_rows(dispatch: dict[str, Any]) -> Tensor:
     return torch.cat(found)
 
 
+class Sized(Rows):
+    """Says that it has as many rows as all copies together."""
+
+    def __len__(self) -> int:
+        return 20
+
+
+class SizedShares(Shares):
+    """A stream for each model copy, with the length of all together."""
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(Sized(*self.shares[0][data_shard(self.trainer).rank]), batch_size=2)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_stream_with_the_length_of_all_shares_is_predicted_to_its_end() -> None:
+    data = SizedShares(((0, 5), (5, 7)), is_stream=True)
+    trainer = make_trainer(EP2, use_distributed_sampler=False)
+    found: Any = trainer.predict(Counted(64, 8, EXPERTS), datamodule=data)
+    assert [len(batch) for batch in found] == [[2, 2, 1], [2]][trainer.global_rank]
+
+
 @on_ranks(2)
 def test_a_copy_without_any_row_to_predict_ends_the_run_on_every_rank() -> None:
     with refuses(ValueError, "the predict_dataloader has no batch on rank 1"):
-        make_trainer(EP2).predict(Experts(64, 8, EXPERTS), datamodule=Shares(((0, 7), (7, 7)), is_stream=True))
+        make_trainer(EP2).predict(Counted(64, 8, EXPERTS), datamodule=Shares(((0, 7), (7, 7)), is_stream=True))
 
 
 @pytest.mark.parametrize(("way", "prefix"), [("validate", "val"), ("test", "test")])

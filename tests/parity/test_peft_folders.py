@@ -26,6 +26,7 @@ from tests.distributed.test_delta_net_folders import save_whole
 from tests.parity.hf_training import LENGTH, LOGITS, text
 from tests.support.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, auto_model, config_content, save_tiny, tiny_folder
 from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.sentences import refuses
 from tests.support.thorough import thorough_but
 from tests.support.vision_models import CONFIGS as VISION
 from tests.support.vision_models import vision_batch, vision_folder
@@ -341,9 +342,9 @@ def test_an_adapter_of_a_reward_model_is_read_as_peft_writes_it(tmp_path: Path) 
     assert torch.equal(head["v_head.summary.weight"], after["base_model.model.score.weight"])
 
 
-def merge_by_file(folder: str, adapter: str, out: str) -> None:
-    """Merge an adapter as a LLaMA-Factory file with ``export_dir`` does."""
-    FactoryExport(folder, (adapter,), out, "5GB").write()
+def merge_by_file(folder: str, adapters: tuple[str, ...], out: str) -> None:
+    """Merge adapters as a LLaMA-Factory file with ``export_dir`` does."""
+    FactoryExport(folder, adapters, out, "5GB").write()
 
 
 @pytest.mark.filterwarnings("ignore:Some weights of .* were not initialized")
@@ -352,19 +353,31 @@ def test_a_llamafactory_file_merges_an_adapter_with_its_score_layer(tmp_path: Pa
 
     folder = save_tiny("llama", tmp_path / "llama", num_labels=1)
     wanted = save_with_peft(folder, tmp_path / "peft", target_modules=["q_proj"], task_type="SEQ_CLS")
-    run_ranks(1, merge_by_file, str(folder), str(tmp_path / "peft"), str(tmp_path / "out"), open_group=False)
+    run_ranks(1, merge_by_file, str(folder), (str(tmp_path / "peft"),), str(tmp_path / "out"), open_group=False)
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     with torch.no_grad():
         found = merged(text()["tokens"]).logits
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
-def test_a_llamafactory_file_that_merges_an_adapter_copies_its_value_head(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Some weights of .* were not initialized")
+def test_a_llamafactory_file_rejects_an_adapter_with_a_score_layer_before_another(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "llama", num_labels=1)
+    for name, kind in (("scores", "SEQ_CLS"), ("plain", "CAUSAL_LM")):
+        save_with_peft(folder, tmp_path / name, target_modules=["q_proj"], task_type=kind, modules_to_save=None)
+    adapters = str(tmp_path / "scores"), str(tmp_path / "plain")
+    with refuses(ValueError, "adapter_name_or_path"):
+        merge_by_file(str(folder), adapters, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "before-another"])
+def test_a_llamafactory_file_that_merges_an_adapter_copies_its_value_head(others: int, tmp_path: Path) -> None:
     save_with_peft(tiny_folder("llama"), tmp_path / "peft", target_modules=["q_proj"])
+    save_with_peft(tiny_folder("llama"), tmp_path / "other", target_modules=["q_proj"])
     head = {"v_head.summary.weight": torch.randn(1, 32), "v_head.summary.bias": torch.ones(1)}
     save_file(head, tmp_path / "peft" / "value_head.safetensors", {"format": "pt"})
-    words = str(tiny_folder("llama")), str(tmp_path / "peft"), str(tmp_path / "out")
-    run_ranks(1, merge_by_file, *words, open_group=False)
+    adapters = str(tmp_path / "peft"), *[str(tmp_path / "other")] * others
+    run_ranks(1, merge_by_file, str(tiny_folder("llama")), adapters, str(tmp_path / "out"), open_group=False)
     copied = load_file(tmp_path / "out" / "value_head.safetensors")
     assert all(torch.equal(copied[key], head[key]) for key in head)
 

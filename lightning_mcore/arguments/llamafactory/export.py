@@ -42,20 +42,26 @@ class FactoryExport:
         dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
         # The whole model, even if its language model may be read alone
         kind = MCoreVisionGPT if sees_images(self.model, seeing_name(self.model, None)) else MCoreGPT
+        adapters = list(self.adapters)
+        scored = [path for path in adapters if has_scores(path)]
         module: MCoreGPT
-        if self.adapters and has_scores(self.adapters[-1]):
-            adapters = list(self.adapters)
-            module = MCorePreference.from_pretrained(self.model, preference={"loss": "reward"}, adapters=adapters)
+        if not scored:
+            module = kind.from_pretrained(self.model, adapters=adapters)
+        elif kind is MCoreVisionGPT or scored[-1] != adapters[-1]:
+            raise ValueError(
+                f"adapter_name_or_path has {scored[-1]}, which has a score layer; its model may have no images, and it"
+                " must be the last adapter"
+            )
         else:
-            module = kind.from_pretrained(self.model, adapters=list(self.adapters))
+            module = MCorePreference.from_pretrained(self.model, preference={"loss": "reward"}, adapters=adapters)
         module.check_settings()
         with single_process():
             module.configure_model()
             export_model(module, self.out, dtype=dtype, max_shard_size=self.max_shard_size)
         # LLaMA-Factory keeps a reward model's score layer in a file next to the adapter or the model
-        head = os.path.join(local_folder(self.adapters[-1] if self.adapters else self.model), VALUE_HEAD_FILE)
-        if os.path.exists(head) and not isinstance(module, MCorePreference):
-            shutil.copy(head, self.out)
+        heads = [os.path.join(local_folder(path), VALUE_HEAD_FILE) for path in (self.model, *adapters)]
+        if not scored and (found := [head for head in heads if os.path.exists(head)]):
+            shutil.copy(found[-1], self.out)
 
 
 def read_export(path: str | None, overrides: Sequence[str] = ()) -> FactoryExport | None:

@@ -129,3 +129,18 @@ def test_a_frozen_layer_has_the_same_results_whatever_the_strides_of_a_single_se
 
     assert inputs.stride() == (32, 1024, 1)
     assert torch.equal(found, expected)
+
+
+def test_under_autocast_a_frozen_layer_keeps_no_copy_of_its_weight(chunk: Any) -> None:
+    add_lora(chunk, LoRA(r=2, target_modules=["linear_proj"]))
+    layer = chunk.decoder.layers[0].self_attention.linear_proj
+    kept: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    )
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), hooks:
+        layer(torch.randn(3, 2, 32, requires_grad=True))
+
+    of_its_size = [tensor for tensor in kept if tensor.numel() == layer.weight.numel()]
+    assert [tensor.data_ptr() for tensor in of_its_size] == [layer.weight.data_ptr()]
