@@ -121,13 +121,17 @@ class SameBatches:
             return None
         trainer, stage = module.trainer, module.trainer.state.stage
         assert stage is not None
-        kinds: Any = {RunningStage.TRAINING: (trainer.fit_loop, _Ended)}
-        if stage.evaluating:
-            kinds[stage] = (trainer._evaluation_loop, _Evaluated)
-        if self.runs_with_other_copies:
-            kinds[RunningStage.PREDICTING] = (trainer.predict_loop, _Predicted)
-        loop, kind = kinds.get(stage, (None, None))
-        if loop is None or ends_with_its_length(loader) or isinstance(loader, StreamLoader):  # the last does it itself
+        if ends_with_its_length(loader) or isinstance(loader, StreamLoader):  # the second does it itself
+            return None
+        loop: Any
+        kind: type[_Ended | _Evaluated | _Predicted]
+        if stage == RunningStage.TRAINING:
+            loop, kind = trainer.fit_loop, _Ended
+        elif stage.evaluating:
+            loop, kind = trainer._evaluation_loop, _Evaluated
+        elif stage == RunningStage.PREDICTING and self.runs_with_other_copies:
+            loop, kind = trainer.predict_loop, _Predicted
+        else:
             return None
         # With dataloader_iter, the module reads as many batches as it likes.
         return None if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher) else kind
