@@ -103,9 +103,10 @@ class SameBatches:
         return loader
 
     def teardown(self) -> None:
-        """Give the loaders back their classes."""
+        """Give the loaders back their classes, and be ready for another run."""
         self._compared.clear()
-        self._repeat_step = None
+        # Not when a run starts: Lightning reads its first batch before the first hook
+        self._num_predicted, self._ends_predicting, self._repeat_step = 0, False, None
         self._restores.close()
 
     def begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -206,10 +207,6 @@ class SameBatches:
                 " read"
             )
         return which
-
-    def start_predicting(self) -> None:
-        """Begin a run of prediction."""
-        self._num_predicted, self._ends_predicting, self._repeat_step = 0, False, None
 
     def predict(self, run_step: Callable[[], Any], repeat_step: Callable[[], object]) -> Any:
         """Run a prediction step; after this rank's last one, take part in those of other ranks.

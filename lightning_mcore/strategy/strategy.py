@@ -530,9 +530,8 @@ class MCoreStrategy(DDPStrategy):
         self.logs.start_evaluation()
 
     def on_predict_start(self) -> None:
-        """Prepare for SIGTERM, and count steps from the start."""
+        """Prepare for SIGTERM."""
         install_sigterm_handler(self._module.trainer)
-        self.batches.start_predicting()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step forward only; every stage of a pipeline gets the result if a hook may read it."""
