@@ -394,11 +394,11 @@ def _load_optimizer(
 
 
 def _needs_exact_value(stored: StoredState, entry: ShardedTensor | ShardedTensorFactory) -> bool:
-    """Whether a parameter is in fp32, or in another dtype than the weight in the checkpoint."""
+    """Whether a parameter is in fp32, or its weight in the checkpoint is rounded to another dtype."""
     if is_float8tensor(entry.data):
         return False
     dtype: torch.dtype = entry.data.dtype
-    return dtype == torch.float32 or dtype != stored.dtype(pieces_of(entry)[0].place.key)
+    return dtype == torch.float32 or stored.dtype(pieces_of(entry)[0].place.key) not in (dtype, torch.float32)
 
 
 def read_into(stored: StoredState, wanted: Sequence[ShardedTensor]) -> None:
