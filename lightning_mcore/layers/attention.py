@@ -211,7 +211,7 @@ def _pieces(tensor: Tensor, runs: list[QueryRun]) -> dict[int, Tensor]:
 
 
 def _split(tensor: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
-    """Split [b, h, tokens, d] along its tokens; a single piece is the tensor itself, whose gradient is not copied."""
+    """Split [b, h, tokens, d] into pieces of these lengths; torch would also copy the gradient of a single piece."""
     return (tensor,) if len(lengths) == 1 else torch.split(tensor, lengths, dim=2)
 
 

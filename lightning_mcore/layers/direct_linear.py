@@ -49,8 +49,8 @@ def multiply(
     """
     own = layer._parameters  # faster than attributes, which torch looks up here
     if isinstance(layer, ColumnParallelLinear):
-        # Megatron's function for the ranks' communication returns a view, whose strides may tell torch to use another
-        # kernel. A single sequence of 32 tokens can have the strides (32, 1024, 1), and its view has (32, 32, 1).
+        # Megatron multiplies a view of the inputs. torch chooses the kernel by the strides, which differ: a single
+        # sequence of 32 tokens may have (32, 1024, 1), but its view has (32, 32, 1).
         inputs = inputs.view(inputs.shape)
     output = inputs.matmul((own["weight"] if weight is None else weight).t())
     bias: Tensor | None = own["bias"]

@@ -283,9 +283,9 @@ def _builds_later(module: pl.LightningModule) -> bool:
 
 
 def check_batches_to_evaluate(trainer: pl.Trainer, gathers_parameters: bool) -> None:
-    """Raise ``ValueError`` on all ranks if ranks whose layers need each other have unequal numbers of batches (a hang).
+    """Raise ``ValueError`` on all ranks if ranks that communicate in every batch have different numbers of batches.
 
-    Collective. A stream of unknown length has the same number on all ranks: its limit, or infinity.
+    Such ranks would hang. Collective. A stream of unknown length counts as its limit, or as infinity, on all ranks.
     """
     stage, loop = trainer.state.stage, trainer._evaluation_loop
     assert stage is not None
@@ -301,8 +301,8 @@ def check_batches_to_evaluate(trainer: pl.Trainer, gathers_parameters: bool) -> 
             if counts[most] != counts[least]:
                 name = f"{prefix}_dataloader {index}" if len(loop.max_batches) > 1 else f"{prefix}_dataloader"
                 raise ValueError(
-                    f"the {name} has {counts[most]} batches on rank {most} and {counts[least]} on rank {least}, whose"
-                    " layers wait for each other in every batch; give every data-parallel rank equally many, or set"
+                    f"the {name} has {counts[most]} batches on rank {most} and {counts[least]} on rank {least}, but"
+                    " these ranks communicate in every batch; give every data-parallel rank equally many, or set"
                     f" limit_{prefix}_batches={counts[least]}"
                 )
 

@@ -9,9 +9,9 @@ compare checksums of batches where Lightning's loops read them, and raise on all
 
 A stream may have more batches for one copy than for another. So before each batch of a stream, all ranks agree that
 each of them has one; where one has none, the epoch ends on all, as it does for ``data/finetuning/stream.py``.
-Evaluation skips no rows: ranks with more batches continue alone. Where their layers need the other ranks, as shared
-experts do, the others repeat in validation their last batch, and in prediction their last step
-(:meth:`SameBatches.predict`); neither counts again.
+Evaluation skips no rows: ranks with more batches continue alone. If their layers need the other ranks, as shared
+experts do, a rank without further batches repeats its last batch, or in prediction its last step
+(:meth:`SameBatches.predict`). The repetitions do not count.
 
 With ``broadcast_batches=True``, the first rank of each copy reads and sends its batches to the others, with the random
 states that reading left. ``strategy.py`` passes every loader through :class:`SameBatches`.
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
@@ -68,7 +69,7 @@ class SameBatches:
         self.sends = sends
         self._compared: list[Any] = []  # loaders whose first batch every rank has read
         self._repeated: dict[int, int] = {}  # by the id of a loader, from which batch on this rank repeats
-        self._num_predicted = 0  # prediction steps that all ranks have run
+        self.num_predicted = 0  # steps that all ranks have run, if their layers communicate
         self._ends_predicting = False
         self._repeat_step: Callable[[], object] | None = None  # the last prediction step, until no rank needs it
         self._restores = contextlib.ExitStack()
@@ -106,7 +107,7 @@ class SameBatches:
         """Give the loaders back their classes, and be ready for another run."""
         self._compared.clear()
         # Not when a run starts: Lightning reads its first batch before the first hook
-        self._num_predicted, self._ends_predicting, self._repeat_step = 0, False, None
+        self.num_predicted, self._ends_predicting, self._repeat_step = 0, False, None
         self._restores.close()
 
     def begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -138,6 +139,12 @@ class SameBatches:
         return None if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher) else kind
 
     @property
+    def _trainer(self) -> pl.Trainer:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module.trainer
+
+    @property
     def runs_with_other_copies(self) -> bool:
         """Whether layers communicate with other model copies: they share experts, or gather parameters."""
         return copies_share_experts() or self.gathers_parameters
@@ -145,9 +152,7 @@ class SameBatches:
     @property
     def gathers_parameters(self) -> bool:
         """Whether layers gather parameters from all data-parallel ranks, as they do only while the trainer fits."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        is_fit = self._trainer.state.fn == TrainerFn.FITTING
         return is_fit and self._strategy.gradients.data_parallel_sharding is not None
 
     def is_repeated(self, loader: Any, batch_idx: int) -> bool:
@@ -162,10 +167,8 @@ class SameBatches:
 
     def check_numbers(self) -> None:
         """Raise ``ValueError``, on all ranks, if an epoch has more batches on some ranks than on others; collective."""
-        module = self._strategy.lightning_module
-        assert module is not None
         # Rank 0 with 4 batches would wait in its last step for rank 1, which has 3; streams are infinite on all ranks
-        numbers = all_gather_object(module.trainer.num_training_batches)
+        numbers = all_gather_object(self._trainer.num_training_batches)
         least, most = min(numbers), max(numbers)
         if least != most:
             raise ValueError(
@@ -180,10 +183,8 @@ class SameBatches:
         Raises ``ValueError``, on all ranks, if some have none at all: nothing would be learnt, and a run that counts
         steps would never end.
         """
-        module = self._strategy.lightning_module
-        assert module is not None
         name = self.name_of(loader)
-        which = self.without_batch(name, has_batch, module.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        which = self.without_batch(name, has_batch, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         if which:
             rank_zero_warn(
                 f"the epoch ends on all ranks, because the {name} has no more batches on {which}; the"
@@ -209,13 +210,11 @@ class SameBatches:
         return which
 
     def predict(self, run_step: Callable[[], Any], repeat_step: Callable[[], object]) -> Any:
-        """Run a prediction step; after this rank's last one, take part in those of other ranks.
+        """Run a prediction step and, if it is this rank's last, ``repeat_step`` until all ranks have run theirs.
 
-        Where layers communicate with other model copies, ``repeat_step`` runs as often as other ranks have more steps.
+        Nothing is repeated if layers do not communicate with other model copies.
         """
-        module = self._strategy.lightning_module
-        assert module is not None
-        loop: Any = module.trainer.predict_loop
+        loop: Any = self._trainer.predict_loop
         # With dataloader_iter, a step that runs again would read another batch.
         if not self.runs_with_other_copies or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             self._ends_predicting = True
@@ -227,11 +226,6 @@ class SameBatches:
         if loop.batch_progress.is_last_batch:  # now, because hooks at the end of the epoch may wait for other ranks
             self.end_predicting()
         return output
-
-    @property
-    def num_predicted(self) -> int:
-        """Prediction steps that all ranks have run, if their layers communicate."""
-        return self._num_predicted
 
     def end_predicting(self) -> None:
         """Take part in the prediction steps of other ranks until none has any; collective, once for each run."""
@@ -245,9 +239,7 @@ class SameBatches:
 
     def end_loader_to_predict(self, loader: Any) -> None:
         """After the last loader, end the predictions."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        loaders = module.trainer.predict_loop._combined_loader
+        loaders = self._trainer.predict_loop._combined_loader
         if loaders is not None and loaders.flattened[-1] is loader:
             self.end_predicting()
 
@@ -256,8 +248,8 @@ class SameBatches:
 
         Raises ``ValueError``, on all ranks, if some had none from the beginning.
         """
-        some = all_true(has_batch) or bool(self.without_batch("predict_dataloader", has_batch, self._num_predicted))
-        self._num_predicted += 1
+        some = all_true(has_batch) or bool(self.without_batch("predict_dataloader", has_batch, self.num_predicted))
+        self.num_predicted += 1
         return some
 
     def _begin_in_copy(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -317,9 +309,7 @@ class SameBatches:
 
     def name_of(self, loader: object) -> str:
         """Return how a user knows a loader, such as ``val_dataloader 1``."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        trainer = module.trainer
+        trainer = self._trainer
         assert trainer.state.stage is not None
         name = f"{trainer.state.stage.dataloader_prefix}_dataloader"
         loop: Any = trainer._active_loop
@@ -498,9 +488,10 @@ class _Evaluated(Iterator[Any]):
         has_batch = batch is not _END
         # Elsewhere ranks need not wait for each other: each ends with its own last batch
         if number == 0 or self._is_shared:
-            name = self._batches.name_of(self._loader)
-            if not all_true(has_batch) and not self._batches.without_batch(name, has_batch, number):
-                raise StopIteration
+            if not all_true(has_batch):
+                name = self._batches.name_of(self._loader)
+                if not self._batches.without_batch(name, has_batch, number):
+                    raise StopIteration
             if not (has_batch or is_repeated):
                 self._batches.repeat_from(self._loader, number)
             self._last = batch if has_batch else self._last
