@@ -46,6 +46,7 @@ REPLACED = {  # what is changed in a block
     "max_steps=100": "max_steps=4",  # laptop
     "--save_steps 50": "--save_steps 1",  # from-llamafactory
     "checkpoint-50": "checkpoint-1",
+    "vocab_size: 32000": "vocab_size: 2048",  # from-megatron-lm: minutes in bf16 on a CPU that only emulates it
 }
 FEWER_RANKS = {  # in the README, whose commands doors.md has too
     "--trainer.devices=8": "--trainer.devices=4",
