@@ -44,11 +44,15 @@ class StartsFrom(MCoreGPT):
             self.load_weights(self.path, strict=self.strict)
 
 
-def make(path: str = "", strict: bool = True, vocab_size: int = 16, **sizes: Any) -> StartsFrom:
+def make(path: str = "", strict: bool = True, vocab_size: int = 16, padded: int = 128, **sizes: Any) -> StartsFrom:
     """Return the GPT of these tests, with other sizes as told."""
     pl.seed_everything(len(path), verbose=False)
     module = StartsFrom(
-        vocab_size=vocab_size, seq_length=8, transformer=SIZES | sizes, recipe=Recipe(learning_rate=1e-2)
+        vocab_size=vocab_size,
+        seq_length=8,
+        transformer=SIZES | sizes,
+        recipe=Recipe(learning_rate=1e-2),
+        make_vocab_size_divisible_by=padded,
     )
     module.path, module.strict = path, strict
     return module
@@ -139,6 +143,20 @@ def test_weights_of_another_model_are_refused_by_name(saved: tuple[str, float], 
         make_trainer(PP2, max_epochs=3).fit(make(qk_layernorm=True), data(), ckpt_path=path)
     with refuses(RuntimeError, "this process is one of 2 connected ranks"):
         MCoreGPT.load_from_checkpoint(path)
+
+
+@on_ranks(2, timeout=120)
+def test_another_padding_of_the_vocabulary_and_other_names_of_layers_are_refused_with_what_sets_them(
+    saved: tuple[str, float], tmp_path: Path
+) -> None:
+    with refuses(ValueError, "set vocab_size and make_vocab_size_divisible_by so that the vocabulary has 128 rows"):
+        make_trainer(PP2).validate(make(saved[0], padded=64), data(), verbose=False)
+    trainer, apart = make_trainer(TP2), f"{tmp_path}/apart.ckpt"
+    trainer.validate(make(hetereogenous_dist_checkpoint=True), data(), verbose=False)
+    trainer.save_checkpoint(apart, weights_only=True)
+    with refuses(ValueError, "set hetereogenous_dist_checkpoint=True in the model's config"):
+        make_trainer(PP2).validate(make(apart), data(), verbose=False)
+    make_trainer(PP2).validate(make(apart, hetereogenous_dist_checkpoint=True), data(), verbose=False)
 
 
 def load_what_fits(path: str) -> list[str]:
