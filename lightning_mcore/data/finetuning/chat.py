@@ -10,6 +10,7 @@ By default the assistant's turns are learnt: their text and the token that ends 
 stop. Headers that a template writes before a turn are given at inference, so they are not learnt.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import require_choice
-from lightning_mcore.data.finetuning.conversations import LossOn, Message, require_tokenizer
+from lightning_mcore.data.finetuning.conversations import WRITTEN, LossOn, Message, require_tokenizer
 from lightning_mcore.data.packing.best_fit import TokenSample
 
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
 
 
@@ -65,14 +67,30 @@ class ChatEncoder:
         """Return the tokens of a conversation, called ``name`` in errors; empty without text to learn."""
         spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         taught = range(len(messages)) if self.loss_on == "all" else spoken
-        if not any(messages[number]["content"].strip() for number in taught):
+        if not any(_says_something(messages[number]) for number in taught):
             return TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
+        self._require_written(messages, name)
         if not self.has_template:
             tokens, learnt = self._exchange(messages, name)
         else:
             tokens, learnt = self._conversation(messages, spoken, name)
         learnt[:1] = False  # nothing predicts the first token
         return TokenSample(tokens, learnt, sample_id)
+
+    def _require_written(self, messages: Sequence[Message], name: str) -> None:
+        """Raise ValueError for tools, calls or thoughts that the chat template would leave out."""
+        fields = [field for field in WRITTEN if any(field in message for message in messages)]
+        if not fields:
+            return
+        template = self.tokenizer.get_chat_template(tools=messages[0].get("tools")) if self.has_template else ""
+        for field in fields:
+            if field not in (read := _fields_read(template)):
+                thought = {"reasoning_content": "thinking", "thinking": "reasoning_content"}.get(field)
+                fix = f"rename the field to {thought!r}" if thought in read else WRITTEN[field]
+                raise ValueError(
+                    f"{name} has {field!r}, which the tokenizer's chat template does not write; {fix}, or use a"
+                    " template that does"
+                )
 
     def _conversation(
         self, messages: Sequence[Message], spoken: list[int], name: str
@@ -83,16 +101,18 @@ class ChatEncoder:
         if self._marks_turns:
             return self._marked(messages, spoken, name)
         text = self._render(messages, name)
-        spans = self._spans(messages, spoken[-1:] if self.loss_on == "last_assistant" else spoken, text, name)
+        turns = spoken[-1:] if self.loss_on == "last_assistant" else spoken
+        spans = self._spans(messages, turns, text, name)
         tokens = self._tokenize(text, return_offsets_mapping=True)
         places = np.asarray(tokens["offset_mapping"], np.int64).reshape(-1, 2)
         ids, learnt = np.asarray(tokens["input_ids"], np.int32), np.zeros(len(places), np.bool_)
         # A token that overlaps the beginning of a turn is not learnt: part of it is given. With tokens at (0, 4),
         # (4, 9), (9, 12) and a turn at 5 to 12, only the last one is learnt.
-        for start, stop in spans:
+        for turn, (start, stop) in zip(turns, spans, strict=True):
             where = np.flatnonzero((places[:, 0] >= start) & (places[:, 1] <= stop))
-            learnt[where[: self._through_end(ids[where])]] = True
-        return ids, learnt
+            if len(where):
+                learnt[where[0] : self._end(ids, int(where[0]), int(where[-1]) + 1, messages[turn])] = True
+        return self._closed(ids, learnt, messages)
 
     def _spans(self, messages: Sequence[Message], turns: list[int], text: str, name: str) -> Spans:
         """Return where each turn begins and ends in the text, in characters."""
@@ -133,12 +153,30 @@ class ChatEncoder:
                 " {% generation %} around the text and the end token of each turn, and around nothing else"
             )
         learnt[:] = False
-        for start, stop in edges[-1:] if self.loss_on == "last_assistant" else edges:
-            stop = start + self._through_end(ids[start:stop])
-            if stop < len(ids) and ids[stop - 1] not in self._special and ids[stop] in self._special:
-                stop += 1  # the template writes the end token after the mark
-            learnt[start:stop] = True
-        return ids, learnt
+        last = -1 if self.loss_on == "last_assistant" else None
+        for turn, (start, stop) in zip(spoken[last:], edges[last:], strict=True):
+            learnt[start : self._end(ids, start, stop, messages[turn])] = True
+        return self._closed(ids, learnt, messages)
+
+    def _end(self, ids: NDArray[np.int32], start: int, stop: int, message: Message) -> int:
+        """Return where the learnt part of a turn at ``start`` to ``stop`` ends: after the token that ends the turn."""
+        stop = start + self._through_end(ids[start:stop])
+        if not self._has_end(ids[stop - 1], message) and stop < len(ids) and ids[stop] in self._special:
+            stop += 1  # written after the turn, perhaps as the header of the next: GLM's answers end with <|user|>
+        return stop
+
+    def _has_end(self, token: np.int32, message: Message) -> bool:
+        """Return whether the last token of a turn ends it; a call may end with one of its own, such as </tool_call>."""
+        return token in (self.tokenizer.all_special_ids if "tool_calls" in message else self._special)
+
+    def _closed(
+        self, ids: NDArray[np.int32], learnt: NDArray[np.bool_], messages: Sequence[Message]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return tokens and mask, with the EOS token after a last answer that has no end: it must be learnt."""
+        end = self.tokenizer.eos_token_id
+        if end is None or not learnt[-1:].any() or self._has_end(ids[-1], messages[-1]):
+            return ids, learnt
+        return np.append(ids, np.int32(end)), np.append(learnt, True)
 
     def _through_end(self, tokens: NDArray[np.int32]) -> int:
         """Return how many tokens of a turn are learnt: all but blank ones after its end token."""
@@ -176,10 +214,26 @@ class ChatEncoder:
         return text
 
     def _apply(self, messages: Sequence[Message], name: str, **options: Any) -> Any:
+        tools = messages[0].get("tools")
+        turns = [{key: value for key, value in message.items() if key != "tools"} for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(list(messages), **options)
-        except self._refusal as error:
+            return self.tokenizer.apply_chat_template(turns, tools=tools, **options)
+        except (self._refusal, TypeError) as error:  # TypeError: a template that joins texts got something else
             raise ValueError(f"the chat template rejects {name}: {error}; fix the row or the template") from error
+
+
+def _says_something(message: Message) -> bool:
+    return bool(message["content"].strip()) or any(field in message for field in WRITTEN if field != "tools")
+
+
+@functools.lru_cache
+def _fields_read(template: str) -> set[str]:
+    """Return the names that a chat template reads: of variables, and of fields of messages."""
+    from jinja2 import Environment, nodes
+
+    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    read = {node.name for node in tree.find_all(nodes.Name)} | {node.attr for node in tree.find_all(nodes.Getattr)}
+    return read | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
 
 
 def _template_error() -> type[Exception]:
@@ -388,6 +442,7 @@ class TemplateEncoder:
         return TokenSample(np.asarray(tokens, np.int32), np.asarray(learnt, np.bool_), sample_id)
 
     def _turns(self, messages: Sequence[Message], name: str) -> tuple[str, list[str], list[str]]:
+        """Return the system text, the prompts and the answers."""
         system = ""
         if messages and messages[0]["role"] == "system":
             system, messages = messages[0]["content"], messages[1:]

@@ -11,11 +11,12 @@ Datasets come in four forms, which their columns tell:
 * ``messages``: ``messages``, a list of ``{"role": "user", "content": "..."}`` as the OpenAI API has them.
 
 In every form, a column ``system`` is the system text of rows without a system message. A null text counts as empty.
-Rows without an answer are skipped and counted. Tools, calls, separate thoughts and turns with weight 0 raise, because
-the texts alone would teach something else. Other columns, and other fields of a message, are ignored. ``chat.py``
-tokenises the messages.
+Rows without an answer are skipped and counted. A reader keeps tools, calls and separate thoughts for a chat template,
+which writes them; any other reader raises, because the texts alone would teach something else. So do turns with weight
+0. Other columns, and other fields of a message, are ignored. ``chat.py`` tokenises the messages.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal
@@ -24,22 +25,28 @@ from lightning_mcore.config.value_checks import choices, require_choice
 
 Format = Literal["auto", "prompt_response", "alpaca", "sharegpt", "messages"]
 LossOn = Literal["assistant", "last_assistant", "all"]
-Message = dict[str, str]
+Message = dict[str, Any]
+"""A ``role``, a text as ``content`` and, for a chat template, fields of :data:`WRITTEN`; ``tools`` are in the first."""
 Row = Mapping[str, Any]
 
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | _ROLES
-_NOT_TAUGHT = {
+WRITTEN = {
+    "tools": "write the tools and their calls into its texts, or remove the row",
     "tool_calls": "write the call into its text, or remove the row",
-    "function_call": "write the call into its text, or remove the row",
     "reasoning_content": "write the thought into its text as the chat template does, or remove the field",
     "thinking": "write the thought into its text as the chat template does, or remove the field",
 }
+"""What only a chat template can write, and what to do where there is none."""
+_OF_TOOLS = ("name", "tool_call_id")
 _NO_TOOLS = ("", "[]", "{}", "null")
 
 
 class ConversationReader:
-    """Turns rows of one form into conversations; ``needed`` are the columns that each row must have."""
+    """Turns rows of one form into conversations; ``needed`` are the columns that each row must have.
+
+    With ``in_full``, messages keep what only a chat template can write: tools, calls and separate thoughts.
+    """
 
     def __init__(
         self,
@@ -47,8 +54,10 @@ class ConversationReader:
         format: Format = "auto",
         prompt_column: str = "prompt",
         response_column: str = "response",
+        in_full: bool = False,
     ) -> None:
         require_choice("format", format, Format)
+        self.in_full = in_full
         self.prompt_column = prompt_column
         self.response_column = response_column
         present = list(columns)
@@ -89,11 +98,9 @@ class ConversationReader:
             raise ValueError(
                 f"{name} has the columns {_listed(row)} but not {_listed(missing)}; use the same columns in all rows"
             )
-        if has_tools(row.get("tools")):
-            raise ValueError(
-                f"{name} has 'tools', which is not supported; write the tools and their calls into its texts, or remove"
-                " the row"
-            )
+        tools = _tools(row["tools"], name) if has_tools(row.get("tools")) else None
+        if tools and not self.in_full:
+            raise _only_a_template_writes("tools", name)
         for column in ("images", "videos"):
             if row.get(column):
                 raise ValueError(
@@ -102,16 +109,19 @@ class ConversationReader:
                 )
         turns = self._turns(row, name)
         system = _text(row.get("system"), "system", name)
-        if not system or not turns or turns[0]["role"] == "system":
-            return turns
-        return [{"role": "system", "content": system}, *turns]
+        if system and turns and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": system}, *turns]
+        if tools and turns:
+            turns[0]["tools"] = tools
+        return turns
 
     def _turns(self, row: Row, name: str) -> list[Message]:
         """Return the messages of a row without the text in its column ``system``."""
         if self.format == "prompt_response":
             columns = self.prompt_column, self.response_column
             prompt, response = (
-                _side(row[key], role, key, name) for key, role in zip(columns, ("user", "assistant"), strict=True)
+                _side(row[key], role, key, name, self.in_full)
+                for key, role in zip(columns, ("user", "assistant"), strict=True)
             )
             if any(message["role"] == "assistant" for message in prompt):
                 raise ValueError(
@@ -124,8 +134,8 @@ class ConversationReader:
             last = _exchange(f"{instruction}\n\n{more}" if more else instruction, output)
             return [*earlier_exchanges(row.get("history"), "history", name), *last]
         if self.format == "sharegpt":
-            return _conversation(row["conversations"], "from", "value", _SHAREGPT_ROLES, name)
-        return _conversation(row["messages"], "role", "content", _ROLES, name)
+            return _conversation(row["conversations"], "from", "value", _SHAREGPT_ROLES, name, self.in_full)
+        return _conversation(row["messages"], "role", "content", _ROLES, name, self.in_full)
 
 
 def has_tools(value: Any) -> bool:
@@ -174,14 +184,16 @@ def _exchange(prompt: str, response: str) -> list[Message]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
-def _side(value: Any, role: str, key: str, name: str) -> list[Message]:
+def _side(value: Any, role: str, key: str, name: str, in_full: bool) -> list[Message]:
     """Return a prompt or a response as messages, which it may already be."""
     if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
-        return _conversation(value, "role", "content", _ROLES, f"{key!r} of {name}")
+        return _conversation(value, "role", "content", _ROLES, f"{key!r} of {name}", in_full)
     return [{"role": role, "content": _text(value, key, name)}]
 
 
-def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, str], name: str) -> list[Message]:
+def _conversation(
+    turns: Any, role_key: str, text_key: str, roles: Mapping[str, str], name: str, in_full: bool
+) -> list[Message]:
     if turns is None:
         return []
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
@@ -189,7 +201,7 @@ def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, 
     messages = []
     for number, turn in enumerate(turns):
         place = f"message {number} of {name}"
-        if role_key not in turn or text_key not in turn:
+        if role_key not in turn or (text_key not in turn and not (in_full and turn.get("tool_calls"))):
             raise ValueError(
                 f"{place} has the fields {_listed(turn)} but needs {role_key!r} and {text_key!r}; rename the fields or"
                 " choose another format"
@@ -197,16 +209,76 @@ def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, 
         if turn[role_key] not in roles:
             raise ValueError(f"{place} has the role {turn[role_key]!r}; choose {choices(map(repr, roles))}")
         role = roles[turn[role_key]]
-        lost = [key for key in _NOT_TAUGHT if turn.get(key)]
-        if lost:
-            raise ValueError(f"{place} has {lost[0]!r}, which is not supported; {_NOT_TAUGHT[lost[0]]}")
         if role == "assistant" and turn.get("weight") == 0:
             raise ValueError(
                 f"{place} has weight 0, and turns cannot be left out one by one; choose loss_on='last_assistant' and"
                 " remove the field, or split the conversation"
             )
-        messages.append({"role": role, "content": _text(turn[text_key], text_key, place)})
+        text = _text(turn.get(text_key), text_key, place)
+        messages.append({"role": role, "content": text, **_written(turn, role, place, in_full)})
     return messages
+
+
+def _written(turn: Mapping[str, Any], role: str, place: str, in_full: bool) -> Message:
+    """Return what a chat template writes of a turn besides its text."""
+    if turn.get("function_call"):
+        raise ValueError(f"{place} has 'function_call', which is not supported; write it as 'tool_calls'")
+    written = {key: turn[key] for key in WRITTEN if key != "tools" and turn.get(key)}
+    if written and not in_full:
+        raise _only_a_template_writes(next(iter(written)), place)
+    if "tool_calls" in written:
+        written["tool_calls"] = _calls(written["tool_calls"], place)
+    if in_full and role == "tool":
+        written |= {key: turn[key] for key in _OF_TOOLS if turn.get(key)}
+    return written
+
+
+def _only_a_template_writes(field: str, name: str) -> ValueError:
+    return ValueError(
+        f"{name} has {field!r}, which neither preferences nor named templates can write; {WRITTEN[field]}"
+    )
+
+
+def _tools(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return the descriptions of tools, which may be a text of JSON."""
+    tools = _parsed(value) if isinstance(value, str) else _without_nulls(value)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise TypeError(f"'tools' of {name} is not a list of objects; give the JSON schema of each tool")
+    return tools
+
+
+def _calls(value: Any, place: str) -> list[dict[str, Any]]:
+    """Return calls with their arguments as objects, not as a text of JSON: templates and servers expect these."""
+    calls = _without_nulls(value)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise TypeError(f"'tool_calls' of {place} is not a list of objects; give each call its function and arguments")
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"'tool_calls' of {place} has a call without the name of a function; add it")
+        arguments = _parsed(function.get("arguments", {}))
+        if not isinstance(arguments, dict):
+            raise ValueError(
+                f"the arguments of the call of {function['name']!r} in {place} are {arguments!r:.100}; give an object,"
+                " or the text of one in JSON"
+            )
+        function["arguments"] = arguments
+    return calls
+
+
+def _parsed(value: Any) -> Any:
+    """Return what a text of JSON stands for; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a copy of nested objects without fields that are null: parquet gives all rows the fields of each."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _text(value: Any, key: str, name: str) -> str:

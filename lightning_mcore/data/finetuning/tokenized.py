@@ -32,7 +32,7 @@ from lightning_mcore.data.finetuning.files import explained, file_marks, load_ro
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preprocess.tokenizer import tokenizer_digest
 
-_CACHE_VERSION = "3"  # part of the name; a change of format starts new caches
+_CACHE_VERSION = "4"  # part of the name; a change of format starts new caches
 _FILES = "the files"
 _SOURCES = "sources.json"
 _TOKENS = "tokens"
@@ -74,7 +74,8 @@ class Reading:
 
     def reader(self, columns: Iterable[str]) -> RowReader:
         """Return the reader that turns rows with these columns into conversations."""
-        return ConversationReader(columns, self.format, self.prompt_column, self.response_column)
+        in_full = self.template is None  # a named template writes texts alone
+        return ConversationReader(columns, self.format, self.prompt_column, self.response_column, in_full)
 
     def encoder(self, tokenizer: Any) -> Encoder:
         """Return the encoder that tokenises conversations."""

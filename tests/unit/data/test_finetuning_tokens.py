@@ -87,8 +87,8 @@ def test_every_token_is_learnt_if_told_so() -> None:
 def test_a_token_that_reaches_over_the_beginning_of_an_answer_is_not_learnt() -> None:
     tokenizer = characters(REACHES_OVER, ["hi"])
     sample = encode(tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "igh"}])
-    assert tokenizer.decode(sample.tokens.tolist()) == "u: hx\na: high\n"
-    assert stretches(tokenizer, sample) == ["gh\n"]
+    assert tokenizer.decode(sample.tokens.tolist()) == "u: hx\na: high\n<|end|>"  # the template ends no turn
+    assert stretches(tokenizer, sample) == ["gh\n<|end|>"]
 
 
 def test_answers_without_words_leave_nothing_to_learn() -> None:

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools, calls and separate thoughts are written by the chat template: as transformers writes them, and learnt."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mcore import MCoreFinetuningData
+from lightning_mcore.data.finetuning.chat import ChatEncoder
+from lightning_mcore.data.finetuning.conversations import ConversationReader
+from tests.support.chats import APPENDING, Row, characters, stub_trainer, write
+from tests.support.sentences import refuses
+from tests.unit.data.test_finetuning_tokens import stretches
+
+BODY = (
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for call in m.tool_calls %}"
+    "<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>{% endfor %}"
+)
+START = "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+STOP = "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+WRITES = START + BODY + STOP
+MARKED = (
+    "{% if m.role == 'assistant' %}{% generation %}" + BODY + "{% endgeneration %}{% else %}" + BODY + "{% endif %}"
+)
+MARKS = START + MARKED + STOP
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"where": {"type": "string"}}}}}
+LEARNT = [
+    ['(hm)<call>look{"where": "here"}</call><|end|>', "Nothing<|end|>"],
+    ['<call>wait{"long": [1, {"s": 2}]}</call><|end|>', "(so)Done<|end|>"],
+]
+
+
+def called(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
+    """Return an assistant's turn that calls a function."""
+    return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}], **more}
+
+
+def rows(as_text: bool) -> list[Row]:
+    """Return two conversations whose calls have different arguments, perhaps as text, as the OpenAI API has them."""
+    write_as = json.dumps if as_text else (lambda value: value)
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": "Look!"},
+                called("look", write_as({"where": "here"}), reasoning_content="hm"),
+                {"role": "tool", "name": "look", "content": "empty"},
+                {"role": "assistant", "content": "Nothing"},
+            ],
+            "tools": write_as([TOOL]),
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "Wait!"},
+                called("wait", write_as({"long": [1, {"s": 2}]})),
+                {"role": "tool", "name": "wait", "content": "ok"},
+                {"role": "assistant", "content": "Done", "reasoning_content": "so"},
+            ],
+            "tools": write_as([]),
+        },
+    ]
+
+
+def encode(template: str | None, row: Row) -> tuple[Any, Any]:
+    """Return a tokenizer, and what the encoder makes of a row."""
+    tokenizer = characters(template)
+    tokenizer.add_tokens(["</call>"])
+    messages = ConversationReader(row, in_full=True).messages(row, "row 7")
+    return tokenizer, ChatEncoder(tokenizer).encode(messages, 7, "row 7")
+
+
+@pytest.mark.parametrize(
+    ("file", "as_text"),
+    [("a.jsonl", False), ("a.jsonl", True), ("a.parquet", True)],
+    ids=["objects", "text", "parquet"],
+)
+def test_a_call_is_written_as_transformers_writes_it_and_learnt(tmp_path: Path, file: str, as_text: bool) -> None:
+    tokenizer = characters(WRITES)
+    path = write(tmp_path / file, rows(as_text))
+    for streaming in (False, True):
+        data = MCoreFinetuningData(
+            path, tokenizer, 512, 2, packing=False, streaming=streaming, cache_dir=str(tmp_path / "cache")
+        )
+        data.trainer = stub_trainer()
+        data.setup("fit")
+        batch = next(iter(data.train_dataloader()))
+        numbers = batch["sample_ids"].reshape(-1).tolist()
+        assert sorted(numbers) == [0, 1]
+        for place, number in enumerate(numbers):
+            row = rows(as_text=False)[number]
+            written = tokenizer.apply_chat_template(row["messages"], tools=row["tools"], return_dict=True)["input_ids"]
+            assert [*batch["tokens"][place, : len(written) - 1].tolist(), tokenizer.eos_token_id] == written
+            learnt = batch["labels"][place][batch["loss_mask"][place].bool()].tolist()
+            assert tokenizer.decode(learnt) == "".join(LEARNT[number]), (streaming, number)
+
+
+@pytest.mark.parametrize("template", [WRITES, MARKS], ids=["appending", "marked"])
+def test_a_turn_of_calls_ends_with_the_end_of_the_turn_not_of_the_call(template: str) -> None:
+    for number, row in enumerate(rows(as_text=False)):
+        tokenizer, sample = encode(template, row)
+        assert stretches(tokenizer, sample) == LEARNT[number]
+    tokenizer, sample = encode(template, {"messages": rows(as_text=True)[1]["messages"][:2]})
+    assert stretches(tokenizer, sample) == LEARNT[1][:1]  # a call alone is an answer
+
+
+def test_null_fields_that_parquet_adds_are_left_out() -> None:
+    calls = [{"function": {"name": "look", "arguments": {"where": "here", "long": None}}, "id": None}]
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": calls}]}
+    before = copy.deepcopy(row)
+    tokenizer, sample = encode(WRITES, row)
+    assert stretches(tokenizer, sample) == ['<call>look{"where": "here"}</call><|end|>']
+    assert row == before
+    calls[0]["function"]["arguments"] = '{"where": null}'  # as text, a null is kept
+    tokenizer, sample = encode(WRITES, row)
+    assert stretches(tokenizer, sample) == ['<call>look{"where": null}</call><|end|>']
+
+
+@pytest.mark.parametrize(
+    ("template", "learnt"),
+    [
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", ["Yes<|user|>", "No<|end|>"]),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}", ["Yes\n<|user|>", "No\n<|end|>"]),
+    ],
+    ids=["glm", "lines"],
+)
+def test_an_answer_without_an_end_learns_the_next_header_and_the_last_one_eos(template: str, learnt: list[str]) -> None:
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    talk = [(role, text) for pair in ("ay", "bn") for role, text in zip(("user", "assistant"), pair, strict=True)]
+    words = {"y": "Yes", "n": "No"}
+    tokenizer, sample = encode(template, {"messages": [{"role": r, "content": words.get(t, t)} for r, t in talk]})
+    assert stretches(tokenizer, sample) == learnt
+
+
+@pytest.mark.parametrize(
+    ("template", "changed", "kind", "about"),
+    [
+        (APPENDING, {}, ValueError, "row 7 has 'tools', which the tokenizer's chat template does not write"),
+        (APPENDING, {"tools": None}, ValueError, "row 7 has 'tool_calls', which the tokenizer's chat template"),
+        (WRITES.replace("reasoning_content", "thinking"), {}, ValueError, "rename the field to 'thinking'"),
+        (None, {"tools": None}, ValueError, "row 7 has 'tool_calls'"),
+        (WRITES.replace("arguments | tojson", "arguments + ''"), {}, ValueError, "the chat template rejects row 7"),
+        (WRITES, {"tools": "look"}, TypeError, "'tools' of row 7 is not a list of objects"),
+        (WRITES, {"messages": [called("look", "here")]}, ValueError, "arguments of the call of 'look' in message 0"),
+        (
+            WRITES,
+            {"messages": [called("look", {}, tool_calls="look")]},
+            TypeError,
+            "'tool_calls' of message 0 of row 7",
+        ),
+        (WRITES, {"messages": [called("look", {}, tool_calls=[{"id": 1}])]}, ValueError, "a call without the name"),
+        (
+            WRITES,
+            {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "look"}}]},
+            ValueError,
+            "message 0 of row 7 has 'function_call'",
+        ),
+    ],
+)
+def test_what_a_template_would_leave_out_is_refused(
+    template: str | None, changed: Row, kind: type[Exception], about: str
+) -> None:
+    with refuses(kind, about):
+        encode(template, rows(as_text=False)[0] | changed)
