@@ -227,7 +227,14 @@ def _opened(path: str, family: Family | None = None) -> Iterator[Any]:
 
 def _keys(folder: str) -> list[str]:
     with _opened(os.path.join(_folder_with_weights(folder), WEIGHTS_FILE)) as file:
-        return list(file.keys())
+        keys = list(file.keys())
+        labels = file.get_slice(SCORES).get_shape()[0] if SCORES in keys else 1
+    if labels > 1:
+        raise ValueError(
+            f"{folder} is an adapter of a classifier with num_labels={labels}, and a reward model has one score; give"
+            " an adapter with one label, or merge it with PEFT"
+        )
+    return keys
 
 
 def adapter_dtype(path: str) -> torch.dtype:

@@ -212,7 +212,7 @@ def require_head(path: str, family: str, suffix: str) -> None:
     )
 
 
-def check_scores(path: str, tokens: Sequence[str] | Sequence[int] | None) -> None:
+def check_scores(path: str, tokens: Sequence[str] | Sequence[int] | None = None) -> None:
     """Raise ValueError for a classifier with several labels, or with any if logits of ``tokens`` make the score."""
     if is_own_checkpoint(path):
         return
@@ -227,8 +227,8 @@ def check_scores(path: str, tokens: Sequence[str] | Sequence[int] | None) -> Non
     labels = len(config.get("id2label") or []) or config.get("num_labels", 2)  # transformers does not write two
     if labels > 1:
         raise ValueError(
-            f"{path} is a classifier with num_labels={labels}, and a reranker has one score; give a model with one"
-            " label, or a language model"
+            f"{path} is a classifier with num_labels={labels}, and a reranker or reward model has one score; give a"
+            " model with one label, or a language model"
         )
 
 

@@ -70,6 +70,7 @@ class MCoreEmbedding(MCoreGPT):
     """
 
     head = HIDDEN
+    with_images = None
 
     def __init__(
         self,

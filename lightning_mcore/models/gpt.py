@@ -154,8 +154,8 @@ class MCoreGPT(SpeedLogs):
     takes_images = False
     """Whether a batch may hold images and videos."""
 
-    with_images = "MCoreVisionGPT"
-    """Name of the class that trains such a model on images and videos."""
+    with_images: str | None = "MCoreVisionGPT"
+    """Name of the class that trains such a model on images and videos; None if there is none."""
 
     head = ""
     """Suffix of a family's name for models with this output layer: ``SCORING``, ``HIDDEN`` or none."""
@@ -307,7 +307,8 @@ class MCoreGPT(SpeedLogs):
     def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
         """Raise ValueError for the settings of another kind of model, and drop settings that are not arguments here."""
         if "vision" in settings:
-            raise ValueError(f"{path} also sees images, which {cls.__name__} does not; take {cls.with_images}")
+            remedy = f"take {cls.with_images}" if cls.with_images else "give a text-only model"
+            raise ValueError(f"{path} also sees images, which {cls.__name__} does not; {remedy}")
 
     @property
     def config(self) -> TransformerConfig:
@@ -562,9 +563,10 @@ class MCoreGPT(SpeedLogs):
         """
         images = [name for name in INPUTS if name in batch]
         if images and not self.takes_images:
+            other = f"train {self.with_images}, or " if self.with_images else ""
             raise ValueError(
-                f"a batch has {images[0]}, which {type(self).__name__} would ignore; train {self.with_images}, or leave"
-                " images and videos out of the data"
+                f"a batch has {images[0]}, which {type(self).__name__} would ignore; {other}leave images and videos out"
+                " of the data"
             )
         check_vocabulary(batch, self.vocab_size)
         check_sources(batch, self._names_of_sources())

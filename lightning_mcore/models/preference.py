@@ -29,7 +29,7 @@ from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.preference.pairs import check_pairs
 from lightning_mcore.hf.family import SCORING
-from lightning_mcore.hf.source import variant_name
+from lightning_mcore.hf.source import check_scores, variant_name
 from lightning_mcore.layers.adapted_layers import adapters_off
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import ModelInputs, is_packed
@@ -111,6 +111,8 @@ class MCorePreference(MCoreGPT):
         >>> model = MCorePreference(32000, seq_length=2048, transformer=sizes, preference=Preference("simpo", beta=2.0))
     """
 
+    with_images = None
+
     def __init__(
         self,
         vocab_size: int,
@@ -176,6 +178,7 @@ class MCorePreference(MCoreGPT):
             ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
         if Preference.of(preference).gives_scores:
+            check_scores(path)
             family = variant_name(path, family, SCORING)
         return cls._of_pretrained(**passed_on(locals()))
 

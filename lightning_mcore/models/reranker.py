@@ -72,6 +72,8 @@ class MCoreReranker(MCoreGPT):
         >>> model = MCoreReranker(32000, seq_length=512, transformer=sizes, reranker=Reranker(documents=8))
     """
 
+    with_images = None
+
     def __init__(
         self,
         vocab_size: int,

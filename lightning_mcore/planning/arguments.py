@@ -70,6 +70,7 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
     given = book.known_arguments(f"argument of {kind.__name__}.from_pretrained", model, of_model(True, sees))
     head = ""
     if "preference" in given and Preference.of(given["preference"]).gives_scores:
+        check_scores(given["path"])
         head = SCORING
     if "reranker" in given:
         tokens = Reranker.of(given["reranker"]).tokens

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreVisionGPT, Recipe, single_process
+from lightning_mcore import MCoreGPT, MCorePreference, MCoreVisionGPT, Recipe, single_process
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER
 from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.support.hf_models import read_tensors, tiny_config
@@ -305,6 +305,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     seeing, text = str(vision_folder("qwen3_vl")), str(text_folder(tmp_path / "text"))
     with pytest.raises(ValueError, match="also sees images, which MCoreGPT does not; take MCoreVisionGPT"):
         MCoreGPT.from_pretrained(seeing)
+    with pytest.raises(ValueError, match="also sees images, which MCorePreference does not; give a text-only model"):
+        MCorePreference.from_pretrained(seeing)
     with pytest.raises(ValueError, match="is a text-only model; take MCoreGPT"):
         MCoreVisionGPT.from_pretrained(text)
     with pytest.raises(ValueError, match="freeze has 'tower'; choose from vision_tower, multi_modal_projector"):

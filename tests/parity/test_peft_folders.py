@@ -370,6 +370,19 @@ def test_a_llamafactory_file_rejects_an_adapter_with_a_score_layer_before_anothe
         merge_by_file(str(folder), adapters, str(tmp_path / "out"))
 
 
+@pytest.mark.filterwarnings("ignore:Some weights of .* were not initialized")
+def test_a_classifier_with_several_labels_is_refused_as_a_model_and_as_an_adapter(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder, labels = save_tiny("llama", tmp_path / "llama", num_labels=3), str(tmp_path / "labels")
+    save_with_peft(folder, tmp_path / "peft", target_modules=["q_proj"], task_type="SEQ_CLS")
+    with refuses(ValueError, "is an adapter of a classifier with num_labels=3"):
+        merge_by_file(str(folder), (str(tmp_path / "peft"),), str(tmp_path / "out"))
+    AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(labels)
+    with refuses(ValueError, "is a classifier with num_labels=3, and a reranker or reward model has one score"):
+        MCorePreference.from_pretrained(labels, preference=Preference("reward"))
+
+
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "before-another"])
 def test_a_llamafactory_file_that_merges_an_adapter_copies_its_value_head(others: int, tmp_path: Path) -> None:
     save_with_peft(tiny_folder("llama"), tmp_path / "peft", target_modules=["q_proj"])
