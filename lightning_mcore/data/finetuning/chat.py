@@ -66,14 +66,18 @@ class ChatEncoder:
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
         """Return the tokens of a conversation, called ``name`` in errors; empty without text to learn."""
         spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        taught = range(len(messages)) if self.loss_on == "all" else spoken
+        turns = spoken[-1:] if self.loss_on == "last_assistant" else spoken
+        turns = [turn for turn in turns if "weight" not in messages[turn]]
+        if self.loss_on == "all" and any("weight" in message for message in messages):
+            raise ValueError(f"{name} has a turn of weight 0, which loss_on='all' would learn; choose another loss_on")
+        taught = range(len(messages)) if self.loss_on == "all" else turns
         if not any(_says_something(messages[number]) for number in taught):
             return TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
         self._require_written(messages, name)
         if not self.has_template:
             tokens, learnt = self._exchange(messages, name)
         else:
-            tokens, learnt = self._conversation(messages, spoken, name)
+            tokens, learnt = self._conversation(messages, turns, name)
         learnt[:1] = False  # nothing predicts the first token
         return TokenSample(tokens, learnt, sample_id)
 
@@ -93,15 +97,15 @@ class ChatEncoder:
                 )
 
     def _conversation(
-        self, messages: Sequence[Message], spoken: list[int], name: str
+        self, messages: Sequence[Message], turns: list[int], name: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return tokens and mask under a template; ``turns`` are learnt."""
         if self.loss_on == "all":
             tokens = self._tokenize(self._render(messages, name))
             return np.asarray(tokens["input_ids"], np.int32), np.ones(len(tokens["input_ids"]), np.bool_)
         if self._marks_turns:
-            return self._marked(messages, spoken, name)
+            return self._marked(messages, turns, name)
         text = self._render(messages, name)
-        turns = spoken[-1:] if self.loss_on == "last_assistant" else spoken
         spans = self._spans(messages, turns, text, name)
         tokens = self._tokenize(text, return_offsets_mapping=True)
         places = np.asarray(tokens["offset_mapping"], np.int64).reshape(-1, 2)
@@ -139,7 +143,7 @@ class ChatEncoder:
         return spans
 
     def _marked(
-        self, messages: Sequence[Message], spoken: list[int], name: str
+        self, messages: Sequence[Message], turns: list[int], name: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return tokens and mask under a template that marks assistant turns."""
         encoded = self._apply(messages, name, return_dict=True, return_assistant_tokens_mask=True)
@@ -147,15 +151,16 @@ class ChatEncoder:
         learnt = np.asarray(encoded["assistant_masks"], np.bool_)
         # Beginning and end of each run: the mask 0 1 1 0 1 has the edges (1, 3) and (4, 5).
         edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False)).reshape(-1, 2)
+        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if len(edges) != len(spoken):
             raise ValueError(
                 f"the chat template marks {len(edges)} parts of {name}, which has {len(spoken)} assistant turns; put"
                 " {% generation %} around the text and the end token of each turn, and around nothing else"
             )
         learnt[:] = False
-        last = -1 if self.loss_on == "last_assistant" else None
-        for turn, (start, stop) in zip(spoken[last:], edges[last:], strict=True):
-            learnt[start : self._end(ids, start, stop, messages[turn])] = True
+        for turn, (start, stop) in zip(spoken, edges, strict=True):
+            if turn in turns:
+                learnt[start : self._end(ids, start, stop, messages[turn])] = True
         return self._closed(ids, learnt, messages)
 
     def _end(self, ids: NDArray[np.int32], start: int, stop: int, message: Message) -> int:

@@ -11,9 +11,10 @@ Datasets come in four forms, which their columns tell:
 * ``messages``: ``messages``, a list of ``{"role": "user", "content": "..."}`` as the OpenAI API has them.
 
 In every form, a column ``system`` is the system text of rows without a system message. A null text counts as empty.
-Rows without an answer are skipped and counted. A reader keeps tools, calls and separate thoughts for a chat template,
-which writes them; any other reader raises, because the texts alone would teach something else. So do turns with weight
-0. Other columns, and other fields of a message, are ignored. ``chat.py`` tokenises the messages.
+Rows without an answer are skipped and counted. With ``in_full``, a reader keeps tools, calls and separate thoughts for
+a chat template to write, and ``weight`` 0 of turns that are not learnt. Otherwise these raise, because the texts alone
+would teach something else. Other columns, and other fields of a message, are ignored. ``chat.py`` tokenises the
+messages.
 """
 
 import json
@@ -45,7 +46,7 @@ _NO_TOOLS = ("", "[]", "{}", "null")
 class ConversationReader:
     """Turns rows of one form into conversations; ``needed`` are the columns that each row must have.
 
-    With ``in_full``, messages keep what only a chat template can write: tools, calls and separate thoughts.
+    With ``in_full``, messages keep what only :class:`~lightning_mcore.data.finetuning.chat.ChatEncoder` understands.
     """
 
     def __init__(
@@ -209,11 +210,6 @@ def _conversation(
         if turn[role_key] not in roles:
             raise ValueError(f"{place} has the role {turn[role_key]!r}; choose {choices(map(repr, roles))}")
         role = roles[turn[role_key]]
-        if role == "assistant" and turn.get("weight") == 0:
-            raise ValueError(
-                f"{place} has weight 0, and turns cannot be left out one by one; choose loss_on='last_assistant' and"
-                " remove the field, or split the conversation"
-            )
         text = _text(turn.get(text_key), text_key, place)
         messages.append({"role": role, "content": text, **_written(turn, role, place, in_full)})
     return messages
@@ -226,6 +222,13 @@ def _written(turn: Mapping[str, Any], role: str, place: str, in_full: bool) -> M
     written = {key: turn[key] for key in WRITTEN if key != "tools" and turn.get(key)}
     if written and not in_full:
         raise _only_a_template_writes(next(iter(written)), place)
+    if role == "assistant" and turn.get("weight") == 0:
+        if not in_full:
+            raise ValueError(
+                f"{place} has weight 0, but preferences and named templates learn every answer; remove the field, or"
+                " split the conversation"
+            )
+        written["weight"] = 0
     if "tool_calls" in written:
         written["tool_calls"] = _calls(written["tool_calls"], place)
     if in_full and role == "tool":

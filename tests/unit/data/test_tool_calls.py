@@ -105,6 +105,22 @@ def test_a_turn_of_calls_ends_with_the_end_of_the_turn_not_of_the_call(template:
     assert stretches(tokenizer, sample) == LEARNT[1][:1]  # a call alone is an answer
 
 
+@pytest.mark.parametrize("template", [WRITES, MARKS], ids=["appending", "marked"])
+def test_a_turn_of_weight_0_is_read_and_not_learnt(template: str) -> None:
+    talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    written, sample = encode(template, {"messages": talk})
+    for number, learnt in ((1, ["d<|end|>"]), (3, ["b<|end|>"])):
+        weighted = [turn | ({"weight": 0} if place == number else {}) for place, turn in enumerate(talk)]
+        tokenizer, found = encode(template, {"messages": weighted})
+        assert found.tokens.tolist() == sample.tokens.tolist()
+        assert stretches(tokenizer, found) == learnt
+        messages = ConversationReader(["messages"], in_full=True).messages({"messages": weighted}, "row 7")
+        last = ChatEncoder(written, "last_assistant").encode(messages, 7, "row 7")
+        assert stretches(written, last) == ([] if number == 3 else ["d<|end|>"])
+        with refuses(ValueError, "row 7 has a turn of weight 0"):
+            ChatEncoder(written, "all").encode(messages, 7, "row 7")
+
+
 def test_null_fields_that_parquet_adds_are_left_out() -> None:
     calls = [{"function": {"name": "look", "arguments": {"where": "here", "long": None}}, "id": None}]
     row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": calls}]}
