@@ -427,6 +427,29 @@ def parameters_changed(chunks: Sequence[WrappedChunk]) -> None:
             setattr(chunk, _COMPLETE, False)
 
 
+def check_overlapped_sums(model: Iterable[nn.Module]) -> None:
+    """Raise RuntimeError if sums that overlap with backward wait for parameters that this step did not use.
+
+    Source: the assertions in ``reset`` and ``finish_grad_sync`` of ``_ParamAndGradBucketGroup`` in
+    megatron/core/distributed/param_and_grad_buffer.py (0.16.1 and 0.19.2).
+    """
+    for chunk in model:
+        if not isinstance(chunk, DistributedDataParallel) or not chunk.ddp_config.overlap_grad_reduce:
+            continue
+        unused: set[Tensor] = set()
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            # A group that no step has used yet is summed after backward.
+            waits = group.grad_reduce_handle is None and (group.per_param_grad_ready_counts or not group.is_first_batch)
+            unused |= group.params - group.per_param_grad_ready_counts.keys() if waits else set()
+        if unused:
+            first = next(name for name, parameter in chunk.module.named_parameters() if parameter in unused)
+            raise RuntimeError(
+                "overlap_grad_reduce=True sums gradients as soon as all parameters have one, but"
+                f" {len(unused)} parameters, such as {first!r}, have none in this step; set it to False, or freeze"
+                " parameters that are never used"
+            )
+
+
 def check_gradients(chunks: ModelChunks) -> None:
     """Raise RuntimeError on every rank if summed gradients hold a NaN or infinity on any; collective over the world."""
     device = next(chunks.ddp[0].parameters()).device
@@ -494,6 +517,7 @@ def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None = None
     weighted by tokens. Source: ``finalize_model_grads`` in megatron/core/distributed (0.16), which compares it with 0,
     for which the host waits once for each chunk; 0.19 does what this does.
     """
+    check_overlapped_sums(model)
     finalize_model_grads(model, None, **options)
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens)

@@ -15,7 +15,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 
 from lightning_mcore.optimizer.rules import check_not_summed
-from lightning_mcore.parallel.chunks import ModelChunks, broadcast_buffers, check_gradients, plain_config, wrap_chunks
+from lightning_mcore.parallel.chunks import (
+    ModelChunks,
+    broadcast_buffers,
+    check_gradients,
+    check_overlapped_sums,
+    plain_config,
+    wrap_chunks,
+)
 from lightning_mcore.strategy.checks import check_plain
 
 if TYPE_CHECKING:
@@ -113,6 +120,7 @@ class PlainModuleRunner:
         for optimizer in optimizers:
             optimizer.gradients_changed(are_summed=not self._sync_blocked)
         if not self._sync_blocked:
+            check_overlapped_sums(chunks.ddp)
             finalize_model_grads(chunks.ddp, None)
         if gradients.check_nan:
             check_gradients(chunks)

@@ -39,6 +39,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_mcore.data.batches import Fact, batch_facts
 from lightning_mcore.data.finetuning.stream import StreamLoader
 from lightning_mcore.data.position import TrackedSampler
+from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.consensus import all_gather_object, all_true
 from lightning_mcore.parallel.groups import copies_share_experts, model_copy_group
 from lightning_mcore.parallel.random_state import RandomState, put_common, take_common
@@ -102,6 +103,34 @@ class SameBatches:
             return _Wrapped(loader, self)
         self._restores.callback(setattr, loader, "__class__", kind)
         return loader
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Check loaders for prediction before Lightning gives them its sampler.
+
+        Source: ``UnrepeatedDistributedSampler.__init__`` of Lightning (2.6), which fails without a sentence, and only
+        on ranks without a row.
+        """
+        connector: Any = trainer._data_connector
+        prepare = connector._prepare_dataloader
+        copies = self._strategy.layout.data_parallel_size(self._strategy.world_size)
+
+        def prepare_checked(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+            if mode == RunningStage.PREDICTING and isinstance(dataloader, DataLoader):
+                rows = sized_len(dataloader.sampler)
+                if connector._requires_distributed_sampler(dataloader) and rows and rows < copies:
+                    raise ValueError(
+                        f"the predict_dataloader has {rows} row{'s' if rows > 1 else ''}, fewer than the {copies}"
+                        f" data-parallel ranks, each of which needs one; run on at most {rows * self._model_size}"
+                        f" rank{'s' if rows * self._model_size > 1 else ''}, or add rows"
+                    )
+            return prepare(dataloader, shuffle, mode)
+
+        self._restores.enter_context(attributes_set([connector], {"_prepare_dataloader": prepare_checked}))
+
+    @property
+    def _model_size(self) -> int:
+        """Number of ranks of one model copy."""
+        return self._strategy.layout.model_parallel_size
 
     def teardown(self) -> None:
         """Give the loaders back their classes, and be ready for another run."""

@@ -368,6 +368,7 @@ class MCoreStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.checkpoints.prepare_links(trainer, self._restores)  # of ModelCheckpoint(save_last="link")
         self.resume.setup()
+        self.batches.setup(trainer)
         self.logs.setup(self._restores)
         # Optimizers need the gradient buffers of the wrapped model, and shards fill both.
         fitting = trainer.state.fn == TrainerFn.FITTING

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import (
     CP2,
     FEATURES,
@@ -245,3 +246,18 @@ def test_predict_gives_each_sample_once_and_alike_on_every_stage(staged: bool, w
             assert error == pytest.approx(errors[index].item(), rel=1e-5)
         for rank, other in zip(ranks[:2], ranks[2:], strict=False):
             assert str(rank[size]) == str(other[size])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "ranks"), [(2, {}, "1 rank,"), (4, PP2, "2 ranks,")], ids=["dp2", "pp2-dp2"]
+)
+@on_ranks("world_size")
+def test_predict_with_fewer_rows_than_data_parallel_ranks_is_refused_on_all_of_them(
+    world_size: int, strategy: Any, ranks: str
+) -> None:
+    module = Staged() if strategy else Plain()
+    trainer = make_trainer(strategy)
+    for loaders in (loader(1, 2), [loader(5, 2), loader(1, 2)]):
+        with refuses(ValueError, f"run on at most {ranks}"):
+            trainer.predict(module, loaders)
+    assert trainer.predict(module, loader(2, 2))

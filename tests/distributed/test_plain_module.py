@@ -9,7 +9,7 @@ beside the tolerance.
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -506,6 +506,30 @@ def test_what_sharded_or_overlapped_gradients_cannot_do_is_refused() -> None:
             run_fit(BackwardTwice(), strategy, loader(8, 2))
     with refuses(TypeError, "configure_optimizers returned several optimizers, and overlap_grad_reduce=True needs one"):
         run_fit(Adversaries(ADAMW), {"overlap_grad_reduce": True}, loader(8, 2))
+
+
+class UsesLess(PlainNet):
+    """Does not use a layer: in some batches, or in all."""
+
+    def __init__(self, unused_in: Collection[int]) -> None:
+        super().__init__()
+        self.side = nn.Linear(1, 1)
+        self.unused_in = unused_in
+
+    def predictions(self, batch: Batch) -> Tensor:
+        made = super().predictions(batch)
+        return made if self.trainer.global_step in self.unused_in else self.side(made)
+
+
+@pytest.mark.parametrize("unused_in", [range(9), (2,)], ids=["never-used", "unused-once"])
+@pytest.mark.parametrize("strategy", [{"overlap_grad_reduce": True}, OVERLAPPED], ids=["gradients", "all"])
+@on_ranks(2)
+def test_a_parameter_without_a_gradient_is_refused_where_overlapped_sums_would_wait_for_it(
+    strategy: Any, unused_in: Collection[int]
+) -> None:
+    with refuses(RuntimeError, "2 parameters, such as 'side.weight', have none in this step"):
+        run_fit(UsesLess(unused_in), strategy, loader(16, 2))
+    run_fit(UsesLess(unused_in), {"use_distributed_optimizer": True}, loader(16, 2))
 
 
 class UnfreezeLater(BaseFinetuning):
