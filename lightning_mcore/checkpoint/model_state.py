@@ -42,7 +42,7 @@ from lightning_mcore.checkpoint.reader import OF_AN_OPTIMIZER
 from lightning_mcore.layers.hidden_states import is_projection
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks, scatter_parameters, synchronize_parameters
-from lightning_mcore.parallel.consensus import combine_on_rank0, run_on_all_ranks
+from lightning_mcore.parallel.consensus import any_true, combine_on_rank0, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
@@ -374,7 +374,9 @@ def _load_optimizer(
             copy = next((_prefix(index, name) for name in MAIN_NAMES if name in names), "{}")
             wanted += place_range(copy, targets["param"].view(-1), share.sharded, share.begin)
         read.append((share, targets))
+    read_into(stored, wanted)
     weights: list[tuple[Tensor, Tensor]] = []
+    wanted = []
     for entry in tensors_in(model_state):
         names = [name for name in MAIN_NAMES if name in names_of(entry)]
         # A copy in the checkpoint is the exact value. The weight there is rounded, and serves a run in the same dtype.
@@ -386,7 +388,9 @@ def _load_optimizer(
             exact = weight if is_exact else torch.empty_like(weight, dtype=torch.float32, device="cpu")
             weights.append((weight, exact))
             wanted += place_range(_prefix(index, names[0]), exact.view(-1), entry, begin=0)
-    read_into(stored, wanted)
+    # Not read together with this rank's shares of the same copies: Megatron takes blocks with one offset for the same.
+    if any_true(bool(wanted)):
+        read_into(stored, wanted)
     for weight, exact in weights:
         weight.copy_(exact)  # does nothing in fp32, where it is the same memory
     for share, targets in read:

@@ -315,15 +315,33 @@ def test_a_run_in_fp32_takes_the_copies_for_its_weights(saved_in_half: dict[str,
 
 
 def test_a_run_in_fp16_rounds_the_copies_of_bf16_for_its_weights(saved_in_half: dict[str, Whole]) -> None:
-    paths = {name: whole.path for name, whole in saved_in_half.items()}
-    for layout in (Layout(tp=2), Layout(dp=2, distributed_optimizer=True, overlap=True)):
-        for rank in run_ranks(layout.world_size, load, layout, paths, "16-true", timeout=120):
+    check_rounded(
+        saved_in_half,
+        (
+            Layout(tp=2),
+            Layout(dp=2, distributed_optimizer=True, overlap=True),
+            Layout(dp=2, pp=2, vp=2, distributed_optimizer=True),  # a rank's share of the copies ends within a tensor
+        ),
+        "16-true",
+        torch.float16,
+    )
+
+
+def test_a_run_in_bf16_rounds_the_copies_of_fp16_for_its_weights(tmp_path: Path) -> None:
+    whole = save_on(Layout(tp=2), str(tmp_path / "fp16.ckpt"), "16-true")
+    layouts = (Layout(dp=2, distributed_optimizer=True), Layout(dp=2, sharding="optim_grads_params"))
+    check_rounded({"fp16": whole}, layouts, "bf16-true", torch.bfloat16)
+
+
+def check_rounded(wholes: dict[str, Whole], layouts: Sequence[Layout], precision: str, dtype: torch.dtype) -> None:
+    """Load checkpoints in another 16-bit precision, and compare the weights with the copies, rounded once."""
+    paths = {name: whole.path for name, whole in wholes.items()}
+    for layout in layouts:
+        for rank in run_ranks(layout.world_size, load, layout, paths, precision, timeout=120):
             for name, loaded in rank.items():
-                copies = saved_in_half[name].optimizer
-                weights = {
-                    key: copies[f"optimizer.state.param.{key}"].half().float() for key in saved_in_half[name].weights
-                }
-                check_state(loaded.state, replace(saved_in_half[name], weights=weights), f"{name} on {layout.id}")
+                copies = {key: wholes[name].optimizer[f"optimizer.state.param.{key}"] for key in wholes[name].weights}
+                weights = {key: copy.to(dtype).float() for key, copy in copies.items()}
+                check_state(loaded.state, replace(wholes[name], weights=weights), f"{name} on {layout.id}")
 
 
 def test_a_run_in_bf16_takes_the_weights_of_fp32_for_its_copies(tmp_path: Path) -> None:
