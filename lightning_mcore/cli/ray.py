@@ -45,12 +45,18 @@ def run(
 
 
 def _check_devices(settings: RaySettings, trainer: Mapping[str, Any]) -> None:
-    """Reject numbers of devices and nodes that do not make the number of Ray's workers."""
+    """Reject numbers of devices and nodes that do not make the number of Ray's workers, and GPUs for a run on CPUs."""
     devices, nodes = number_of_devices(trainer["devices"]), trainer["num_nodes"] or 1
     if devices is not None and devices * nodes != settings.max_workers:
         raise ValueError(
             f"devices={trainer['devices']} times num_nodes={nodes} is not num_workers={settings.max_workers}, the ranks"
             " that Ray starts; leave devices and num_nodes out"
+        )
+    asked = (settings.resources_per_worker or {}).get("GPU", 0)
+    if asked and _GPUS.get(trainer["accelerator"]) is False:
+        raise ValueError(
+            f"resources_per_worker has GPU={asked:g}, but accelerator={trainer['accelerator']} runs on CPUs; leave GPU"
+            " out, or choose another accelerator"
         )
 
 

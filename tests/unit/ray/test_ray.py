@@ -228,6 +228,7 @@ def test_a_file_of_lightning_asks_for_workers(
         ("run.yaml", "--ray.num_worker=2"): "unknown key of ray 'num_worker'; did you mean 'num_workers'",
         ("run.yaml", "--ray.num_workers=2", "--trainer.devices=4"): "devices=4 times num_nodes=1 is not num_workers=2",
         ("run.yaml", "--ray.num_workers=4", "--trainer.devices=0,1"): "devices=0,1 times num_nodes=1 is not num_wo",
+        ("elastic.yaml", "--ray.resources_per_worker={GPU: 1}"): "resources_per_worker has GPU=1, but accelerator=cpu",
     }
     for words, sentence in refused.items():
         assert main(["fit", "--config", *words]) == 2, words
