@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mcore import MCoreGPT, Recipe
-from lightning_mcore.data.finetuning import stream_reader
+from lightning_mcore.data.finetuning import datamodule, stream_reader
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from tests.distributed import test_resume
 from tests.distributed.test_resume import Run, Save
@@ -335,6 +335,31 @@ def test_a_run_with_whole_documents_resumes_bit_for_bit(tmp_path: Path, streamin
             batches, steps = whole.places[moment]
             assert again[moment].batches == whole.batches[batches:]
             assert again[moment].losses == whole.losses[steps:]
+
+
+def go_on_in_other_rows(folder: str, data: str) -> list[tuple[int, list[int], list[int]]]:
+    """Go on in the same rows and in others; return the number of warnings, and what was read before and after."""
+    said: list[str] = []
+    datamodule.rank_zero_warn = said.append  # type: ignore[assignment]  # make_trainer silences Lightning's warnings
+    whole, _ = train({}, finetuning(data), folder, ("batch 2", "epoch 0"), max_epochs=1)
+    found = []
+    for moment, strategy in (("batch 2", {}), ("batch 2", CP2), ("epoch 0", CP2)):
+        said.clear()
+        run, _ = train(strategy, finetuning(data), resume=f"{folder}/{moment}.ckpt", max_epochs=2)
+        warned = sum("packs samples into other rows" in text for text in said)
+        rest = [batch for batch in run.batches if batch.startswith("0 ")]
+        found.append((warned, samples(whole.batches[:2]), samples(rest) if rest else []))
+    return found
+
+
+def test_an_epoch_that_goes_on_in_other_rows_repeats_samples_and_a_warning_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "data/a.jsonl", exchanges(ROWS, 9))
+    first, second = run_ranks(2, go_on_in_other_rows, str(tmp_path), str(tmp_path / "data"), timeout=120)
+    assert [warned for warned, *_ in first] == [warned for warned, *_ in second] == [0, 1, 0]
+    before = first[0][1] + second[0][1]
+    same, other = before + first[0][2] + second[0][2], before + first[1][2]
+    assert len(set(same)) == len(same)
+    assert len(set(other)) < len(other)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -320,13 +320,20 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return collate_padded(samples, multiple, row_length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sources of the training data, and whether training is within an epoch."""
+        """Return the sources and the packing of the training data, and whether training is within an epoch."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return {}
-        return {"sources": self._sources, "in_epoch": LoopProgress.of(self.trainer).in_epoch}
+        progress = LoopProgress.of(self.trainer)
+        return {"sources": self._sources, "in_epoch": progress.in_epoch, "packing": self._digest_of_rows}
+
+    @property
+    def _digest_of_rows(self) -> str | None:
+        """Which samples share a packed row; None for other rows."""
+        data = self._data.get("train")
+        return data.digest if isinstance(data, PackedDataset) else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare the training data with a checkpoint's.
+        """Compare the training data with a checkpoint's, and warn if other rows continue its epoch.
 
         Raises:
             ValueError: The checkpoint was taken in the middle of an epoch of other data.
@@ -334,6 +341,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
         # A mid-epoch resume requires the same sources; at the end of an epoch, a change is only a warning.
         if state_dict and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             compare_sources(state_dict["sources"], self._sources, state_dict["in_epoch"])
+            if state_dict["in_epoch"] and state_dict.get("packing", self._digest_of_rows) != self._digest_of_rows:
+                rank_zero_warn(
+                    "the run continues in the middle of an epoch, but packs samples into other rows than before: this"
+                    " epoch repeats some samples and leaves out others; to read each once, resume with the same"
+                    " packing, seq_length and context_parallel_size, or from the end of an epoch"
+                )
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         return evaluation_loader(

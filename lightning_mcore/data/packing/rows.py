@@ -19,6 +19,7 @@ files. The data modules use them with the collate functions; ``MCoreModule.forwa
 """
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -472,6 +473,13 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def _build(self, samples: NDArray[np.int64], length: int, multiple: int) -> dict[str, Any]:
         """Return a part of a row, or a whole row."""
         return build_row(self.samples.take(samples), length, multiple)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Tell from other ways to pack the samples: which of them share a row, and in which order."""
+        rows = self._rows
+        arrays = rows.parts.order, rows.parts.offsets, rows.offsets
+        return hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
 
     @property
     def costs(self) -> NDArray[np.float64]:
