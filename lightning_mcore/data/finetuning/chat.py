@@ -10,7 +10,6 @@ By default the assistant's turns are learnt: their text and the token that ends 
 stop. Headers that a template writes before a turn are given at inference, so they are not learnt.
 """
 
-import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,16 @@ from numpy.typing import NDArray
 
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import require_choice
-from lightning_mcore.data.finetuning.conversations import WRITTEN, LossOn, Message, require_tokenizer
+from lightning_mcore.data.finetuning.conversations import (
+    THOUGHTS,
+    WRITTEN,
+    LossOn,
+    Message,
+    require_tokenizer,
+)
 from lightning_mcore.data.packing.best_fit import TokenSample
 
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
 
 
@@ -50,7 +54,6 @@ class ChatEncoder:
             template = template.get("default")
         self.has_template = template is not None
         self._refusal = _template_error() if self.has_template else ValueError
-        self._marks_turns = self.has_template and _MARKS_TURNS.search(template) is not None
         if not self.has_template and tokenizer.eos_token_id is None:
             raise ValueError(
                 "the tokenizer has neither a chat template nor an EOS token, so a response would have no end; set"
@@ -61,7 +64,11 @@ class ChatEncoder:
                 f"{type(tokenizer).__name__} does not report token offsets in the text, which loss_on={loss_on!r}"
                 " needs; use the fast tokenizer, or loss_on='all'"
             )
-        self._special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        added = tokenizer.added_tokens_decoder
+        self._special = set(tokenizer.all_special_ids) | set(added)
+        # </tool_call> and </think> may be the last token of a turn, but do not end it; </s> is special, and does.
+        closing = {number for number, token in added.items() if str(token).startswith("</") and not token.special}
+        self._ends = self._special - (closing - set(tokenizer.all_special_ids))
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
         """Return the tokens of a conversation, called ``name`` in errors; empty without text to learn."""
@@ -73,7 +80,7 @@ class ChatEncoder:
         taught = range(len(messages)) if self.loss_on == "all" else turns
         if not any(_says_something(messages[number]) for number in taught):
             return TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
-        self._require_written(messages, name)
+        self._require_written(messages, taught, name)
         if not self.has_template:
             tokens, learnt = self._exchange(messages, name)
         else:
@@ -81,20 +88,30 @@ class ChatEncoder:
         learnt[:1] = False  # nothing predicts the first token
         return TokenSample(tokens, learnt, sample_id)
 
-    def _require_written(self, messages: Sequence[Message], name: str) -> None:
-        """Raise ValueError for tools, calls or thoughts that the chat template would leave out."""
-        fields = [field for field in WRITTEN if any(field in message for message in messages)]
-        if not fields:
-            return
-        template = self.tokenizer.get_chat_template(tools=messages[0].get("tools")) if self.has_template else ""
-        for field in fields:
-            if field not in (read := _fields_read(template)):
-                thought = {"reasoning_content": "thinking", "thinking": "reasoning_content"}.get(field)
-                fix = f"rename the field to {thought!r}" if thought in read else WRITTEN[field]
-                raise ValueError(
-                    f"{name} has {field!r}, which the tokenizer's chat template does not write; {fix}, or use a"
-                    " template that does"
-                )
+    def _require_written(self, messages: Sequence[Message], taught: Sequence[int], name: str) -> None:
+        """Raise ValueError for tools, for calls, or for thoughts of learnt turns that the chat template leaves out."""
+        found = [
+            (turn, field)
+            for turn, message in enumerate(messages)
+            for field in WRITTEN
+            if field in message and (turn in taught or field not in THOUGHTS)
+        ]
+        text = self._render(messages, name) if found and self.has_template else ""
+        for turn, field in found:
+            kept = {key: value for key, value in messages[turn].items() if key != field}
+            if self.has_template and self._differs(text, messages, turn, kept, name):
+                continue
+            raise ValueError(
+                f"{name} has {field!r} in message {turn}, which the chat template leaves out; use a template that"
+                f" writes it, {WRITTEN[field]}"
+            )
+
+    def _differs(self, text: str, messages: Sequence[Message], turn: int, changed: Message, name: str) -> bool:
+        """Return whether a conversation has another text than ``text``, or none, with this message changed."""
+        try:
+            return self._render([*messages[:turn], changed, *messages[turn + 1 :]], name) != text
+        except ValueError:
+            return True
 
     def _conversation(
         self, messages: Sequence[Message], turns: list[int], name: str
@@ -102,8 +119,9 @@ class ChatEncoder:
         """Return tokens and mask under a template; ``turns`` are learnt."""
         if self.loss_on == "all":
             tokens = self._tokenize(self._render(messages, name))
-            return np.asarray(tokens["input_ids"], np.int32), np.ones(len(tokens["input_ids"]), np.bool_)
-        if self._marks_turns:
+            ids = np.asarray(tokens["input_ids"], np.int32)
+            return self._closed(ids, np.ones(len(ids), np.bool_), messages)
+        if _MARKS_TURNS.search(self.tokenizer.get_chat_template(tools=messages[0].get("tools"))):
             return self._marked(messages, turns, name)
         text = self._render(messages, name)
         spans = self._spans(messages, turns, text, name)
@@ -112,10 +130,10 @@ class ChatEncoder:
         ids, learnt = np.asarray(tokens["input_ids"], np.int32), np.zeros(len(places), np.bool_)
         # A token that overlaps the beginning of a turn is not learnt: part of it is given. With tokens at (0, 4),
         # (4, 9), (9, 12) and a turn at 5 to 12, only the last one is learnt.
-        for turn, (start, stop) in zip(turns, spans, strict=True):
+        for start, stop in spans:
             where = np.flatnonzero((places[:, 0] >= start) & (places[:, 1] <= stop))
             if len(where):
-                learnt[where[0] : self._end(ids, int(where[0]), int(where[-1]) + 1, messages[turn])] = True
+                learnt[where[0] : self._end(ids, int(where[0]), int(where[-1]) + 1)] = True
         return self._closed(ids, learnt, messages)
 
     def _spans(self, messages: Sequence[Message], turns: list[int], text: str, name: str) -> Spans:
@@ -160,26 +178,22 @@ class ChatEncoder:
         learnt[:] = False
         for turn, (start, stop) in zip(spoken, edges, strict=True):
             if turn in turns:
-                learnt[start : self._end(ids, start, stop, messages[turn])] = True
+                learnt[start : self._end(ids, start, stop)] = True
         return self._closed(ids, learnt, messages)
 
-    def _end(self, ids: NDArray[np.int32], start: int, stop: int, message: Message) -> int:
+    def _end(self, ids: NDArray[np.int32], start: int, stop: int) -> int:
         """Return where the learnt part of a turn at ``start`` to ``stop`` ends: after the token that ends the turn."""
         stop = start + self._through_end(ids[start:stop])
-        if not self._has_end(ids[stop - 1], message) and stop < len(ids) and ids[stop] in self._special:
+        if ids[stop - 1] not in self._ends and stop < len(ids) and ids[stop] in self._special:
             stop += 1  # written after the turn, perhaps as the header of the next: GLM's answers end with <|user|>
         return stop
-
-    def _has_end(self, token: np.int32, message: Message) -> bool:
-        """Return whether the last token of a turn ends it; a call may end with one of its own, such as </tool_call>."""
-        return token in (self.tokenizer.all_special_ids if "tool_calls" in message else self._special)
 
     def _closed(
         self, ids: NDArray[np.int32], learnt: NDArray[np.bool_], messages: Sequence[Message]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return tokens and mask, with the EOS token after a last answer that has no end: it must be learnt."""
-        end = self.tokenizer.eos_token_id
-        if end is None or not learnt[-1:].any() or self._has_end(ids[-1], messages[-1]):
+        end, is_answer = self.tokenizer.eos_token_id, messages[-1]["role"] == "assistant"
+        if end is None or not is_answer or not learnt[-1:].any() or ids[self._through_end(ids) - 1] in self._ends:
             return ids, learnt
         return np.append(ids, np.int32(end)), np.append(learnt, True)
 
@@ -229,16 +243,6 @@ class ChatEncoder:
 
 def _says_something(message: Message) -> bool:
     return bool(message["content"].strip()) or any(field in message for field in WRITTEN if field != "tools")
-
-
-@functools.lru_cache
-def _fields_read(template: str) -> set[str]:
-    """Return the names that a chat template reads: of variables, and of fields of messages."""
-    from jinja2 import Environment, nodes
-
-    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
-    read = {node.name for node in tree.find_all(nodes.Name)} | {node.attr for node in tree.find_all(nodes.Getattr)}
-    return read | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
 
 
 def _template_error() -> type[Exception]:

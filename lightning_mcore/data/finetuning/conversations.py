@@ -32,11 +32,12 @@ Row = Mapping[str, Any]
 
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | _ROLES
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_THOUGHT = "write the thought into its text as the chat template does, or remove the field"
 WRITTEN = {
     "tools": "write the tools and their calls into its texts, or remove the row",
     "tool_calls": "write the call into its text, or remove the row",
-    "reasoning_content": "write the thought into its text as the chat template does, or remove the field",
-    "thinking": "write the thought into its text as the chat template does, or remove the field",
+    **dict.fromkeys(THOUGHTS, _THOUGHT),
 }
 """What only a chat template can write, and what to do where there is none."""
 _OF_TOOLS = ("name", "tool_call_id")
@@ -219,16 +220,20 @@ def _written(turn: Mapping[str, Any], role: str, place: str, in_full: bool) -> M
     """Return what a chat template writes of a turn besides its text."""
     if turn.get("function_call"):
         raise ValueError(f"{place} has 'function_call', which is not supported; write it as 'tool_calls'")
-    written = {key: turn[key] for key in WRITTEN if key != "tools" and turn.get(key)}
+    written = {key: turn[key] for key in WRITTEN if key != "tools" and has_tools(turn.get(key))}
     if written and not in_full:
         raise _only_a_template_writes(next(iter(written)), place)
-    if role == "assistant" and turn.get("weight") == 0:
+    if role == "assistant" and turn.get("weight", 1) != 1 and turn["weight"] is not None:
+        if turn["weight"] != 0:
+            raise ValueError(f"{place} has weight {turn['weight']!r}; choose 0 or 1")
         if not in_full:
             raise ValueError(
-                f"{place} has weight 0, but preferences and named templates learn every answer; remove the field, or"
+                f"{place} has weight 0, which preferences and named templates do not support; remove the field, or"
                 " split the conversation"
             )
         written["weight"] = 0
+    for key in written.keys() & THOUGHTS:
+        written[key] = _text(written[key], key, place)
     if "tool_calls" in written:
         written["tool_calls"] = _calls(written["tool_calls"], place)
     if in_full and role == "tool":
@@ -246,20 +251,22 @@ def _tools(value: Any, name: str) -> list[dict[str, Any]]:
     """Return the descriptions of tools, which may be a text of JSON."""
     tools = _parsed(value) if isinstance(value, str) else _without_nulls(value)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise TypeError(f"'tools' of {name} is not a list of objects; give the JSON schema of each tool")
+        raise TypeError(
+            f"'tools' of {name} is not a list of objects, or the text of one in JSON; give the JSON schema of each tool"
+        )
     return tools
 
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
     """Return calls with their arguments as objects, not as a text of JSON: templates and servers expect these."""
-    calls = _without_nulls(value)
+    calls = _without_nulls(_parsed(value))
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise TypeError(f"'tool_calls' of {place} is not a list of objects; give each call its function and arguments")
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"'tool_calls' of {place} has a call without the name of a function; add it")
-        arguments = _parsed(function.get("arguments", {}))
+        arguments = _parsed(function.get("arguments") or {})
         if not isinstance(arguments, dict):
             raise ValueError(
                 f"the arguments of the call of {function['name']!r} in {place} are {arguments!r:.100}; give an object,"

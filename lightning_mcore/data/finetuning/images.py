@@ -126,7 +126,7 @@ class ImageReading(Reading):
                     f"{name} has {count} {marker} in its text but {len(files)} {kind}s; use one for each {kind}"
                 )
         for pad, marker in zip((_IMAGE_PAD, VIDEO_PAD), MARKERS.values(), strict=True):
-            if any(pad in text for text in texts):
+            if any(pad in str(message) for message in messages):  # also in a thought or a call
                 raise ValueError(f"{name} has {pad} in its text; write {marker} where it belongs")
         images = [self._with_tokens(stored(image, "an image", name), name) for image in given[0]]
         videos = [self.videos.planned(video, self.media_dir, name) for video in given[1]]

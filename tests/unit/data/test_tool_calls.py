@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from lightning_mcore import MCoreFinetuningData
 from lightning_mcore.data.finetuning.chat import ChatEncoder
@@ -121,6 +122,30 @@ def test_a_turn_of_weight_0_is_read_and_not_learnt(template: str) -> None:
             ChatEncoder(written, "all").encode(messages, 7, "row 7")
 
 
+def test_what_is_learnt_is_kept_and_earlier_thoughts_may_be_left_out() -> None:
+    """As a template of a reasoning model does, which writes only the thoughts of the last answer."""
+    template = WRITES.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}")
+    row = {"messages": [*rows(as_text=False)[0]["messages"][:3], rows(as_text=False)[1]["messages"][3]]}
+    messages = ConversationReader(row, in_full=True).messages(row, "row 7")
+    tokenizer = characters(template)
+    sample = ChatEncoder(tokenizer, "last_assistant").encode(messages, 7, "row 7")
+    assert stretches(tokenizer, sample) == ["(so)Done<|end|>"]
+    with refuses(ValueError, "row 7 has 'reasoning_content' in message 1"):
+        ChatEncoder(tokenizer).encode(messages, 7, "row 7")
+
+
+def test_an_end_is_known_though_the_tokenizer_gives_it_no_name() -> None:
+    """As with gpt-oss, whose calls end with <|call|>: neither EOS nor another token that has a name."""
+    template = WRITES.replace("<|end|>{% endfor %}", "{{ '<|call|>' if m.tool_calls else '<|end|>' }}{% endfor %}")
+    tokenizer = characters(template)
+    tokenizer.add_tokens([AddedToken("<|call|>", special=True)], special_tokens=True)
+    row = {"messages": rows(as_text=False)[1]["messages"][:3]}
+    for length in (2, 3):
+        messages = ConversationReader(row, in_full=True).messages({"messages": row["messages"][:length]}, "row 7")
+        sample = ChatEncoder(tokenizer).encode(messages, 7, "row 7")
+        assert stretches(tokenizer, sample) == ['<call>wait{"long": [1, {"s": 2}]}</call><|call|>']
+
+
 def test_null_fields_that_parquet_adds_are_left_out() -> None:
     calls = [{"function": {"name": "look", "arguments": {"where": "here", "long": None}}, "id": None}]
     row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": calls}]}
@@ -147,14 +172,24 @@ def test_an_answer_without_an_end_learns_the_next_header_and_the_last_one_eos(te
     words = {"y": "Yes", "n": "No"}
     tokenizer, sample = encode(template, {"messages": [{"role": r, "content": words.get(t, t)} for r, t in talk]})
     assert stretches(tokenizer, sample) == learnt
+    messages = [{"role": r, "content": words.get(t, t)} for r, t in talk]
+    whole = ChatEncoder(tokenizer, "all").encode(messages, 7, "row 7")
+    assert whole.tokens.tolist() == sample.tokens.tolist()
+    assert whole.num_targets == len(whole.tokens) - 1
 
 
 @pytest.mark.parametrize(
     ("template", "changed", "kind", "about"),
     [
-        (APPENDING, {}, ValueError, "row 7 has 'tools', which the tokenizer's chat template does not write"),
-        (APPENDING, {"tools": None}, ValueError, "row 7 has 'tool_calls', which the tokenizer's chat template"),
-        (WRITES.replace("reasoning_content", "thinking"), {}, ValueError, "rename the field to 'thinking'"),
+        (APPENDING, {}, ValueError, "row 7 has 'tools' in message 0, which the chat template leaves out"),
+        (APPENDING, {"tools": None}, ValueError, "row 7 has 'tool_calls' in message 1"),
+        (WRITES.replace("m.tool_calls %}", "m.tool_calls if m.content is none %}"), {}, ValueError, "'tool_calls'"),
+        (
+            WRITES.replace("m.reasoning_content", "reasoning_content"),
+            {},
+            ValueError,
+            "'reasoning_content' in message 1",
+        ),
         (None, {"tools": None}, ValueError, "row 7 has 'tool_calls'"),
         (WRITES.replace("arguments | tojson", "arguments + ''"), {}, ValueError, "the chat template rejects row 7"),
         (WRITES, {"tools": "look"}, TypeError, "'tools' of row 7 is not a list of objects"),
@@ -166,6 +201,8 @@ def test_an_answer_without_an_end_learns_the_next_header_and_the_last_one_eos(te
             "'tool_calls' of message 0 of row 7",
         ),
         (WRITES, {"messages": [called("look", {}, tool_calls=[{"id": 1}])]}, ValueError, "a call without the name"),
+        (WRITES, {"messages": [called("look", {}, reasoning_content={"a": 1})]}, TypeError, "'reasoning_content' of"),
+        (WRITES, {"messages": [called("look", {}, weight=0.5)]}, ValueError, "message 0 of row 7 has weight 0.5"),
         (
             WRITES,
             {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "look"}}]},
