@@ -373,6 +373,7 @@ class _Unpickler(pickle.Unpickler):
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 writes
         if name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} does not belong there")

@@ -267,6 +267,17 @@ def test_metadata_are_read_as_torch_reads_them(tmp_path: Path) -> None:
     assert ours.storage_data == theirs.storage_data
 
 
+def test_metadata_are_read_whichever_python_wrote_them(tmp_path: Path) -> None:
+    """Python 3.13 pickles a path as one of pathlib._local, which other releases do not have."""
+    path = save_as_megatron_does(tmp_path / "a")
+    metadata = FileSystemReader(path).read_metadata()
+    metadata.storage_meta.checkpoint_id = tmp_path
+    for module in (b"cpathlib\n", b"cpathlib._local\n"):
+        written = re.sub(rb"cpathlib(\._local)?\n", module, pickle.dumps(metadata, protocol=2))
+        assert module in written
+        assert read_metadata(path, written).storage_meta.checkpoint_id == tmp_path
+
+
 class Attack:
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -217,6 +217,7 @@ def test_a_broken_line_has_a_file_and_a_number(tmp_path: Path) -> None:
             check(f"b.jsonl is not a JSON object: {reason}; fix or delete it", tmp_path, [whole, str(broken)])
 
 
+@pytest.mark.filterwarnings("ignore:Python 3.14 will, by default, filter:DeprecationWarning")  # of datasets
 def test_a_file_of_zeros_is_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "zeros.jsonl").write_bytes(bytes(1000))
     for check in (refuse, refuse_to_stream):
