@@ -13,6 +13,7 @@ from lightning_mcore import MCoreFinetuningData
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import ConversationReader
 from tests.support.chats import APPENDING, Row, characters, stub_trainer, write
+from tests.support.pages import ROOT
 from tests.support.sentences import refuses
 from tests.unit.data.test_finetuning_tokens import stretches
 
@@ -216,3 +217,12 @@ def test_what_a_template_would_leave_out_is_refused(
 ) -> None:
     with refuses(kind, about):
         encode(template, rows(as_text=False)[0] | changed)
+
+
+def test_the_row_of_the_guide_is_one() -> None:
+    (line,) = [line for line in (ROOT / "docs/guides/data.md").read_text().splitlines() if '"tool_calls"' in line]
+    tokenizer, sample = encode(WRITES, json.loads(line))
+    assert stretches(tokenizer, sample) == [
+        '(I must look.)<call>weather{"city": "Rome"}</call><|end|>',
+        "Yes, 31 degrees.<|end|>",
+    ]
