@@ -579,7 +579,7 @@ print(heavy, torch.cuda.is_initialized(), torch.get_float32_matmul_precision(), 
     ("content", "message"),
     [
         pytest.param(b"\xff", "not text in UTF-8: .*; save it in UTF-8", id="utf-8"),
-        pytest.param(b"[" * 5000, "not JSON: .*; use less nesting and shorter numbers", id="deep"),
+        pytest.param(b"[" * 100_000, "not JSON: .*; use less nesting and shorter numbers", id="deep"),
         pytest.param(b'{"a": ' + b"1" * 5000 + b"}", "not JSON: .*; use less nesting and shorter numbers", id="long"),
     ],
 )
