@@ -168,7 +168,7 @@ def _return_a_lambda() -> Any:
 
 
 def test_a_result_that_cannot_be_handed_over_is_a_failure() -> None:
-    with pytest.raises(RanksFailedError, match=r"rank 0 of 1 failed first: .*pickle"):
+    with pytest.raises(RanksFailedError, match=r"rank 0 of 1 failed first: .*local object"):
         run_ranks(1, _return_a_lambda)
 
 
