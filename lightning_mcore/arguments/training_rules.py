@@ -129,7 +129,7 @@ def _check_optimizer(arguments: Any) -> None:
     # transformers' default cannot be told apart from a given value, so optimizer="sgd" alone must be enough.
     is_default = optim == "adamw_torch_fused"
     if (wanted := _OPTIMIZERS[optim]) != arguments.optimizer and not is_default:
-        more = ", whose momentum is 0.9 as in Megatron, not 0 as in transformers" if wanted == "sgd" else ""
+        more = " (its momentum is 0.9; in transformers, it is 0)" if wanted == "sgd" else ""
         raise ValueError(
             f"optim={optim!r} contradicts optimizer={arguments.optimizer!r}; set optimizer={wanted!r} too{more}"
         )

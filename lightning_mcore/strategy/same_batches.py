@@ -36,6 +36,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_mcore.config.text import counted
 from lightning_mcore.data.batches import Fact, batch_facts
 from lightning_mcore.data.finetuning.stream import StreamLoader
 from lightning_mcore.data.position import TrackedSampler
@@ -112,25 +113,21 @@ class SameBatches:
         """
         connector: Any = trainer._data_connector
         prepare = connector._prepare_dataloader
-        copies = self._strategy.layout.data_parallel_size(self._strategy.world_size)
+        layout = self._strategy.layout
+        copies = layout.data_parallel_size(self._strategy.world_size)
 
         def prepare_checked(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
             if mode == RunningStage.PREDICTING and isinstance(dataloader, DataLoader):
                 rows = sized_len(dataloader.sampler)
                 if connector._requires_distributed_sampler(dataloader) and rows and rows < copies:
                     raise ValueError(
-                        f"the predict_dataloader has {rows} row{'s' if rows > 1 else ''}, fewer than the {copies}"
-                        f" data-parallel ranks, each of which needs one; run on at most {rows * self._model_size}"
-                        f" rank{'s' if rows * self._model_size > 1 else ''}, or add rows"
+                        f"the predict_dataloader has {counted(rows, 'row')}, fewer than the {copies} data-parallel"
+                        " ranks, each of which needs one; run on at most"
+                        f" {counted(rows * layout.model_parallel_size, 'rank')}, or add rows"
                     )
             return prepare(dataloader, shuffle, mode)
 
         self._restores.enter_context(attributes_set([connector], {"_prepare_dataloader": prepare_checked}))
-
-    @property
-    def _model_size(self) -> int:
-        """Number of ranks of one model copy."""
-        return self._strategy.layout.model_parallel_size
 
     def teardown(self) -> None:
         """Give the loaders back their classes, and be ready for another run."""

@@ -72,7 +72,7 @@ class ChatEncoder:
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
         """Return the tokens of a conversation, called ``name`` in errors; empty without text to learn."""
-        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        spoken = _answers(messages)
         turns = spoken[-1:] if self.loss_on == "last_assistant" else spoken
         turns = [turn for turn in turns if "weight" not in messages[turn]]
         if self.loss_on == "all" and any("weight" in message for message in messages):
@@ -97,6 +97,8 @@ class ChatEncoder:
             if field in message and (turn in taught or field not in THOUGHTS)
         ]
         text = self._render(messages, name) if found and self.has_template else ""
+        # No template says what it writes: what changes nothing when it is removed is not written. Earlier thoughts may
+        # be missing, as under Qwen3's template, because they are not learnt.
         for turn, field in found:
             kept = {key: value for key, value in messages[turn].items() if key != field}
             if self.has_template and self._differs(text, messages, turn, kept, name):
@@ -169,7 +171,7 @@ class ChatEncoder:
         learnt = np.asarray(encoded["assistant_masks"], np.bool_)
         # Beginning and end of each run: the mask 0 1 1 0 1 has the edges (1, 3) and (4, 5).
         edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False)).reshape(-1, 2)
-        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        spoken = _answers(messages)
         if len(edges) != len(spoken):
             raise ValueError(
                 f"the chat template marks {len(edges)} parts of {name}, which has {len(spoken)} assistant turns; put"
@@ -185,7 +187,9 @@ class ChatEncoder:
         """Return where the learnt part of a turn at ``start`` to ``stop`` ends: after the token that ends the turn."""
         stop = start + self._through_end(ids[start:stop])
         if ids[stop - 1] not in self._ends and stop < len(ids) and ids[stop] in self._special:
-            stop += 1  # written after the turn, perhaps as the header of the next: GLM's answers end with <|user|>
+            # Written after the turn, perhaps as the header of the next. GLM writes "<|assistant|>\nYes<|user|>\nBye":
+            # "\nYes<|user|>" is learnt, because there the model stops.
+            stop += 1
         return stop
 
     def _closed(
@@ -239,6 +243,11 @@ class ChatEncoder:
             return self.tokenizer.apply_chat_template(turns, tools=tools, **options)
         except (self._refusal, TypeError) as error:  # TypeError: a template that joins texts got something else
             raise ValueError(f"the chat template rejects {name}: {error}; fix the row or the template") from error
+
+
+def _answers(messages: Sequence[Message]) -> list[int]:
+    """Return the numbers of the assistant's turns."""
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _says_something(message: Message) -> bool:

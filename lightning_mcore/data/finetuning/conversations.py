@@ -220,9 +220,13 @@ def _written(turn: Mapping[str, Any], role: str, place: str, in_full: bool) -> M
     """Return what a chat template writes of a turn besides its text."""
     if turn.get("function_call"):
         raise ValueError(f"{place} has 'function_call', which is not supported; write it as 'tool_calls'")
-    written = {key: turn[key] for key in WRITTEN if key != "tools" and has_tools(turn.get(key))}
-    if written and not in_full:
-        raise _only_a_template_writes(next(iter(written)), place)
+    calls = turn["tool_calls"] if has_tools(turn.get("tool_calls")) else None
+    thoughts = {key: turn[key] for key in THOUGHTS if turn.get(key)}
+    if (calls or thoughts) and not in_full:
+        raise _only_a_template_writes("tool_calls" if calls else next(iter(thoughts)), place)
+    written: Message = {key: _text(thought, key, place) for key, thought in thoughts.items()}
+    if calls:
+        written["tool_calls"] = _calls(calls, place)
     if role == "assistant" and turn.get("weight", 1) != 1 and turn["weight"] is not None:
         if turn["weight"] != 0:
             raise ValueError(f"{place} has weight {turn['weight']!r}; choose 0 or 1")
@@ -232,10 +236,6 @@ def _written(turn: Mapping[str, Any], role: str, place: str, in_full: bool) -> M
                 " split the conversation"
             )
         written["weight"] = 0
-    for key in written.keys() & THOUGHTS:
-        written[key] = _text(written[key], key, place)
-    if "tool_calls" in written:
-        written["tool_calls"] = _calls(written["tool_calls"], place)
     if in_full and role == "tool":
         written |= {key: turn[key] for key in _OF_TOOLS if turn.get(key)}
     return written
@@ -248,17 +248,17 @@ def _only_a_template_writes(field: str, name: str) -> ValueError:
 
 
 def _tools(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return the descriptions of tools, which may be a text of JSON."""
+    """Return the descriptions of tools, which may be a JSON string."""
     tools = _parsed(value) if isinstance(value, str) else _without_nulls(value)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise TypeError(
-            f"'tools' of {name} is not a list of objects, or the text of one in JSON; give the JSON schema of each tool"
+            f"'tools' of {name} is not a list of objects or a JSON string of one; give the JSON schema of each tool"
         )
     return tools
 
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
-    """Return calls with their arguments as objects, not as a text of JSON: templates and servers expect these."""
+    """Return calls with their arguments as objects, which templates and inference servers expect."""
     calls = _without_nulls(_parsed(value))
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise TypeError(f"'tool_calls' of {place} is not a list of objects; give each call its function and arguments")
@@ -266,21 +266,22 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"'tool_calls' of {place} has a call without the name of a function; add it")
+        # The OpenAI API gives a JSON string: '{"city": "Rome"}' becomes {"city": "Rome"}, and "" becomes {}.
         arguments = _parsed(function.get("arguments") or {})
         if not isinstance(arguments, dict):
             raise ValueError(
-                f"the arguments of the call of {function['name']!r} in {place} are {arguments!r:.100}; give an object,"
-                " or the text of one in JSON"
+                f"the arguments of the call of {function['name']!r} in {place} are {arguments!r:.100}; give an object"
+                " or a JSON string of one"
             )
         function["arguments"] = arguments
     return calls
 
 
 def _parsed(value: Any) -> Any:
-    """Return what a text of JSON stands for; anything else as it is."""
+    """Return what a JSON string stands for; anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return value
 
 
