@@ -16,6 +16,7 @@ from lightning_mcore.hf.files import read_json_value
 from lightning_mcore.hf.source import is_hub_name
 
 _POOLING = "1_Pooling"
+_READING = "sentence_bert_config.json"
 _NAMES: Mapping[Pooling, str] = {"last": "lasttoken", "mean": "mean"}
 # How releases before 6 name the pooling; the first two have the values in _NAMES
 _FLAGS = {
@@ -37,7 +38,7 @@ def files_of(embedding: Embedding, hidden_size: int, seq_length: int) -> dict[st
             {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
             for index, (path, kind) in enumerate(zip(paths, _TYPES, strict=True))
         ],
-        "sentence_bert_config.json": {"max_seq_length": seq_length, "do_lower_case": False},
+        _READING: {"max_seq_length": seq_length, "do_lower_case": False},
         "config_sentence_transformers.json": {
             "prompts": {"query": embedding.query_prompt, "document": embedding.document_prompt},
             "default_prompt_name": None,
@@ -66,6 +67,7 @@ def check_vectors(path: str, embedding: Embedding) -> None:
                 f" has only {', '.join(_TYPES)}"
             )
     _check_pooling(path, embedding)
+    _check_reading(path)
     stored = _content(path, "config_sentence_transformers.json", {}).get("prompts") or {}
     given = {"query": embedding.query_prompt, "document": embedding.document_prompt}
     dropped = [name for name in given if stored.get(name)]
@@ -90,6 +92,20 @@ def _check_pooling(path: str, embedding: Embedding) -> None:
         raise ValueError(
             f"{path} leaves prompts out of the mean (include_prompt=false), and {given} would be part of it; leave the"
             " prompt out, or set include_prompt to true in 1_Pooling/config.json"
+        )
+
+
+def _check_reading(path: str) -> None:
+    reading = _content(path, _READING, {})
+    if "message" in reading.get("modality_config", {}):
+        raise ValueError(
+            f"{path} makes the vector of a text from a conversation that its chat template writes, and MCoreEmbedding"
+            f" from the text alone; remove 'message' from modality_config in {_READING} to train on texts alone"
+        )
+    if reading.get("do_lower_case"):
+        raise ValueError(
+            f"{path} makes the vector of a text in lower case (do_lower_case=true), and MCoreEmbedding keeps capitals;"
+            f" set do_lower_case to false in {_READING}, and write your texts in lower case"
         )
 
 

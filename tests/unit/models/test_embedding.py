@@ -215,6 +215,25 @@ def test_a_folder_whose_mean_leaves_prompts_out_is_refused_with_a_prompt(tmp_pat
         check_vectors(path, Embedding("mean", query_prompt="Q: "))
 
 
+@pytest.mark.parametrize(
+    ("reading", "said"),
+    [
+        ({"modality_config": {"text": {"method": "forward"}, "message": {"method": "forward"}}}, "'message'"),
+        ({"do_lower_case": True}, "do_lower_case"),
+    ],
+)
+def test_a_folder_that_changes_texts_before_it_makes_vectors_is_refused(
+    reading: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = sentence_folder(tmp_path, ["Transformer", "Pooling"], {"pooling_mode": "lasttoken"}, {})
+    file = tmp_path / "sentence_bert_config.json"
+    file.write_text(json.dumps({"do_lower_case": False, "modality_config": {"text": {"method": "forward"}}}))
+    check_vectors(path, Embedding())
+    file.write_text(json.dumps(reading))
+    with refuses(ValueError, said):
+        check_vectors(path, Embedding())
+
+
 def test_a_warning_names_the_prompts_that_a_folder_would_lose(tmp_path: Path) -> None:
     prompts = {"query": "Q: ", "document": ""}
     path = sentence_folder(tmp_path, ["Transformer", "Pooling"], {"pooling_mode": "lasttoken"}, prompts)
