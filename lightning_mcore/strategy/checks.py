@@ -282,31 +282,6 @@ def _builds_later(module: pl.LightningModule) -> bool:
     return type(module).configure_model is not pl.LightningModule.configure_model
 
 
-def check_batches_to_evaluate(trainer: pl.Trainer, gathers_parameters: bool) -> None:
-    """Raise ``ValueError`` on all ranks if ranks that communicate in every batch have different numbers of batches.
-
-    Such ranks would hang. Collective. A stream of unknown length counts as its limit, or as infinity, on all ranks.
-    """
-    stage, loop = trainer.state.stage, trainer._evaluation_loop
-    assert stage is not None
-    prefix = stage.dataloader_prefix
-    first = 0 if gathers_parameters else dist.get_process_group_ranks(process_group("experts"))[0]
-    groups: dict[int, list[tuple[int, list[Any]]]] = {}  # the ranks of each, with the numbers of their loaders
-    for rank, (group, numbers) in enumerate(all_gather_object((first, list(loop.max_batches)))):
-        groups.setdefault(group, []).append((rank, numbers))
-    for ranks in groups.values():
-        for index in range(len(loop.max_batches)):
-            counts = {rank: numbers[index] for rank, numbers in ranks}
-            most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
-            if counts[most] != counts[least]:
-                name = f"{prefix}_dataloader {index}" if len(loop.max_batches) > 1 else f"{prefix}_dataloader"
-                raise ValueError(
-                    f"the {name} has {counts[most]} batches on rank {most} and {counts[least]} on rank {least}, but"
-                    " these ranks communicate in every batch; give every data-parallel rank equally many, or set"
-                    f" limit_{prefix}_batches={counts[least]}"
-                )
-
-
 def fixed_dispatch(config: "TransformerConfig") -> str | None:
     """Return the setting that makes ranks with shared experts send equal numbers of tokens; None if there is none."""
     if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":

@@ -80,7 +80,6 @@ from lightning_mcore.strategy.checkpointing import EXCEPTION_TIMEOUT, Checkpoint
 from lightning_mcore.strategy.checks import (
     check_against_layout,
     check_arguments,
-    check_batches_to_evaluate,
     planned_world_size,
     stop_iteration_is_an_error,
     validate_module,
@@ -368,7 +367,7 @@ class MCoreStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.checkpoints.prepare_links(trainer, self._restores)  # of ModelCheckpoint(save_last="link")
         self.resume.setup()
-        self.batches.setup(trainer)
+        self.batches.counts.setup(trainer)
         self.logs.setup(self._restores)
         # Optimizers need the gradient buffers of the wrapped model, and shards fill both.
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -443,7 +442,7 @@ class MCoreStrategy(DDPStrategy):
 
     def on_train_start(self) -> None:
         """Continue from the checkpoint."""
-        self.batches.check_numbers()
+        self.batches.counts.check_training()
         install_sigterm_handler(self._module.trainer)
         self.resume.on_train_start()
 
@@ -526,8 +525,7 @@ class MCoreStrategy(DDPStrategy):
 
     def _start_evaluation(self) -> None:
         install_sigterm_handler(self._module.trainer)
-        if self.batches.runs_with_other_copies:
-            check_batches_to_evaluate(self._module.trainer, self.batches.gathers_parameters)
+        self.batches.counts.check_evaluation()
         self.logs.start_evaluation()
 
     def on_predict_start(self) -> None:
@@ -552,7 +550,7 @@ class MCoreStrategy(DDPStrategy):
             with self.logs.repeated():
                 run_step()
 
-        return self.batches.predict(run_step, repeat_step)
+        return self.batches.counts.predict(run_step, repeat_step)
 
     def _evaluate_and_log(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self._evaluate(step, args, kwargs, self.logs.shares_outputs)
@@ -575,7 +573,7 @@ class MCoreStrategy(DDPStrategy):
 
     def on_predict_end(self) -> None:
         """Take part in the last steps of other ranks, if neither a step nor a stream showed that it was the last."""
-        self.batches.end_predicting()
+        self.batches.counts.end_predicting()
 
     # ---- collectives: metrics over the data-parallel ranks, decisions over the world
 

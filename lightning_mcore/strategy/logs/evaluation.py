@@ -4,7 +4,7 @@
 *Repeated samples.* Lightning's distributed sampler repeats samples at the end, so that every rank has as many batches
 as the others, which ranks with shared collectives (experts, gathered parameters) need. :class:`RepeatedRows` cuts them
 off the batch, so that they do not count twice; a batch of only repeated samples still runs, but without logs
-(:func:`without_weight`), as do the batches that :class:`~lightning_mcore.strategy.same_batches.SameBatches` repeats.
+(:func:`without_weight`), as do the batches that :class:`~lightning_mcore.strategy.batch_counts.BatchCounts` repeats.
 
 *Names.* A step may log a name on some batches only. :class:`EvaluationNames` makes all ranks know it before Lightning
 merges. In training, a plain module does the same at the end of an epoch; with ``pipeline()``, ``pipeline.py`` does it
@@ -33,10 +33,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.strategy.batch_counts import BatchCounts
 from lightning_mcore.strategy.logs.override import log_replaced_by
 from lightning_mcore.strategy.logs.reductions import NEUTRAL, reduction_name
 from lightning_mcore.strategy.module import rows_of
-from lightning_mcore.strategy.same_batches import SameBatches
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LEAVE_OUTPUTS_ASIDE = ("lightning", "pytorch_lightning", "lightning_mcore")  # packages whose hooks ignore outputs
@@ -92,7 +92,7 @@ class RepeatedRows:
         self.whole_batch = self.only_batch = False
         self.rows_before = 0
 
-    def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int, streams: SameBatches) -> Any:
+    def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int, counts: BatchCounts) -> Any:
         """Return the next batch of a dataloader without repeated samples.
 
         A batch of only repeated samples is returned unchanged, and :attr:`whole_batch` is set. If several loaders are
@@ -107,7 +107,7 @@ class RepeatedRows:
         dataloader = loaders.flattened[dataloader_idx]
         found = num_new_samples(dataloader, batch_idx) if loaders._mode == "sequential" else None
         new, samples = (None, 1) if found is None else found
-        if loaders._mode == "sequential" and streams.is_repeated(dataloader, batch_idx):
+        if loaders._mode == "sequential" and counts.is_repeated(dataloader, batch_idx):
             new = 0
         self.whole_batch = new == 0
         self.only_batch = self.whole_batch and batch_idx == 0

@@ -126,7 +126,7 @@ class StepLogger:
     def drop_repeated_rows(self, batch: Any, dataloader_idx: int) -> Any:
         """Return a validation or test batch without samples that the sampler repeats."""
         loaders = self._module.trainer._evaluation_loop._combined_loader
-        return self._rows.cut(batch, loaders, dataloader_idx, self._strategy.batches)
+        return self._rows.cut(batch, loaders, dataloader_idx, self._strategy.batches.counts)
 
     @property
     def counts(self) -> bool:
