@@ -3,7 +3,8 @@
 
 transformers' own loop does the rest: greedy search, sampling, beam search, logits processors and stopping criteria. It
 calls :class:`Generator` with whole rows. All ranks of a model copy run the loop with the same logits and the same
-random state, so they choose the same tokens.
+random state, so they choose the same tokens. What else may end a text, such as a time limit, the copy's first rank
+decides.
 
 If each row continues a row of the previous call by one token, only that token runs through the model
 (``layers/token_cache.py``). Beam search may reorder, repeat and drop rows.
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import (
+    EosTokenCriteria,
+    GenerationMixin,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_mcore.models.generation import LastLogits, last_logits
@@ -55,7 +63,18 @@ class Generator(GenerationMixin):
         use_cache: bool | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of a call: the whole sequences, [b, s] int64, and their mask, [b, s] or None."""
+        if attention_mask is not None:
+            # With synced_gpus, a rank that has finished is called for the others: its mask grows, its rows do not.
+            attention_mask = attention_mask[:, : input_ids.size(1)]
         return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """Return transformers' and the user's criteria; the first rank decides by those that see more than tokens."""
+        see_tokens = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+        return StoppingCriteriaList(
+            each if isinstance(each, see_tokens) else _OfFirstRank(each, self.device)
+            for each in super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+        )
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool | None = None
@@ -73,6 +92,17 @@ class Generator(GenerationMixin):
         return CausalLMOutput(logits=self._last_logits(input_ids, attention_mask)[:, None])
 
     __call__ = forward
+
+
+class _OfFirstRank(StoppingCriteria):
+    """A criterion that may differ between ranks, such as a time limit: the model copy's first rank decides."""
+
+    def __init__(self, criterion: StoppingCriteria, device: torch.device) -> None:
+        self._criterion, self._device = criterion, device
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ends = self._criterion(input_ids, scores, **kwargs)
+        return _of_first_rank(torch.as_tensor(ends).expand(len(input_ids)).int(), self._device).bool()
 
 
 class _Continued:
@@ -107,14 +137,7 @@ class _Continued:
 @contextlib.contextmanager
 def ready_to_generate(model: "HFModel", use_cache: bool) -> Iterator[LastLogits]:
     """Put a model into evaluation mode, lend it a cache, and give all its ranks one random state."""
-    seed = torch.randint(2**31, ())
-    # Broadcast within TP, then CP, then PP: after the three, all ranks of a model copy have the same seed
-    for axis in ("tp", "cp", "pp"):
-        group = process_group(axis)
-        if group.size() > 1:
-            shared = seed.to(model.device)
-            dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
-            seed = shared.cpu()
+    seed = _of_first_rank(torch.randint(2**31, ()), model.device).cpu()
     devices = [model.device] if model.device.type == "cuda" else []
     with (
         last_logits(model, model.pipeline, model.vocab_size, use_cache) as logits,
@@ -122,3 +145,14 @@ def ready_to_generate(model: "HFModel", use_cache: bool) -> Iterator[LastLogits]
     ):
         torch.manual_seed(int(seed))
         yield logits
+
+
+def _of_first_rank(value: Tensor, device: torch.device) -> Tensor:
+    """Return the value of the model copy's first rank, on the device."""
+    shared = value.to(device, copy=True)
+    # Broadcast within TP, then CP, then PP: after the three, all ranks of a model copy have the same value
+    for axis in ("tp", "cp", "pp"):
+        group = process_group(axis)
+        if group.size() > 1:
+            dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+    return shared
