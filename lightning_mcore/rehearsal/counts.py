@@ -47,8 +47,9 @@ _OF_TORCH = (f"{Path(torch.__file__).parent}{os.sep}", f"{_OURS / 'rehearsal'}{o
 _OF_OTHERS = (*_OF_TORCH, f"{_OURS / 'te_cpu'}{os.sep}", contextlib.__file__, functools.__file__)
 # Megatron may be a checkout
 _OF_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (_OURS, Path(core.__file__).parent))
-# Functions that do not get 1 for what they read: whether gradients have overflowed, and whether a metric has seen NaNs
-_ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0, "_cast_and_nan_check_input": 0}
+# Functions that do not get 1 for what they read: whether gradients have overflowed, whether a metric has seen NaNs, and
+# whether Megatron (0.19) clips some parameters by themselves
+_ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0, "_cast_and_nan_check_input": 0, "has_grad_norm_group": 0}
 
 _KINDS = {
     "allreduce": "all-reduce",
@@ -129,6 +130,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators = 0
         self.notes: set[str] = set()  # what was assumed
         self.assume = assume or {}  # "file:line", to what it reads, or to how many elements it selects
+        self.answers: dict[str, float] = dict(_ANSWERS)
         self.reads: dict[str, float] = {}  # the same for what the user's own lines have read
         self.group_names = group_names
         self.known: Any = WeakIdKeyDictionary()  # device tensors with assumed values
@@ -345,7 +347,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = _caller()
         self._wait_at(frame, what)
         given = self._given(frame) if value is None else value
-        answer = _ANSWERS.get(frame.f_code.co_name, 1) if given is None else given
+        answer = self.answers.get(frame.f_code.co_name, 1) if given is None else given
         file = frame.f_code.co_filename
         if not (file.startswith(_OF_LIBRARIES) or "/site-packages/" in file or "/transformer_engine/" in file):
             self.reads[_place(frame)] = answer

@@ -126,6 +126,9 @@ class _Phases(Callback):
         """Learn the names of modules, and what the tensors that exist are for."""
         for chunk in trainer.strategy.chunks.bare:  # type: ignore[attr-defined]
             self.counts.name_modules(chunk)
+            config: Any = getattr(chunk, "config", None)
+            if getattr(config, "mtp_detach_heads", False) and config.mtp_num_layers:  # the last stage has these heads
+                self.counts.answers["has_grad_norm_group"] = 1
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 1, STEPS  # now that schedules are made
         self.claim(trainer)
         own = {id(item): item.numel() for chunk in trainer.strategy.chunks.bare for item in chunk.parameters()}  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import megatron.core
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -187,7 +188,8 @@ def measured(module: pl.LightningModule, loader: Any, run: Run, size: int, batch
 
     HostCopy.read = read_on_host
     callbacks = [seen, Extremes()] if isinstance(module, MCoreGPT) else [seen]
-    trainer = make_trainer(run, size, *callbacks, accumulate_grad_batches=batches, use_distributed_sampler=False)
+    options = {"accumulate_grad_batches": batches, "gradient_clip_val": 1.0 if isinstance(module, MCoreGPT) else None}
+    trainer = make_trainer(run, size, *callbacks, use_distributed_sampler=False, **options)
     trainer.fit(module, loader)
     HostCopy.read = read
     return seen.of_steps[MEASURED]
@@ -214,6 +216,10 @@ RUNS: dict[str, tuple[int, Run]] = {
     "tp2-sp": (2, with_layout(RUN, tensor_model_parallel_size=2, sequence_parallel=True)),
     "cp2": (2, with_layout(RUN, context_parallel_size=2)),
     "pp2": (2, with_layout(RUN, pipeline_model_parallel_size=2)),
+    "multi-token-pp2": (
+        2,
+        with_layout(replace(RUN, transformer=RUN.transformer | {"mtp_num_layers": 1}), pipeline_model_parallel_size=2),
+    ),
     "pp2-vp2": (
         2,
         with_layout(
@@ -233,6 +239,20 @@ def test_a_step_waits_for_its_gradient_norm_and_after_the_optimizer_for_its_logs
     for places in run_ranks(size, waits_of_a_step, run, size, batches, timeout=90):
         places = [place for place in places if not place.startswith(OF_EXPERTS)]
         assert places == [*DECISION, STEP, "lightning_mcore/strategy/logs/pipeline.py"]
+
+
+HEADS = {"mtp_num_layers": 1, "mtp_detach_heads": True}
+
+
+@pytest.mark.skipif(
+    "mtp_detach_heads" not in TransformerConfig.__dataclass_fields__, reason="new in megatron-core 0.19"
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_heads_that_are_clipped_by_themselves_have_a_second_norm(stages: int) -> None:
+    run = with_layout(replace(RUN, transformer=RUN.transformer | HEADS), pipeline_model_parallel_size=stages)
+    for places in run_ranks(stages, waits_of_a_step, run, stages, 1, timeout=90):
+        # The first function is called only for gradients, and the first of two stages has none of the heads.
+        assert [place for place in places if place != DECISION[0]] == [DECISION[1], DECISION[1], STEP, LOGS]
 
 
 class WithoutShapes(MCoreGPT):

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
 
 from lightning_mcore.rehearsal import RankReport, rehearse
 from lightning_mcore.rehearsal.device import Answers
@@ -45,6 +46,12 @@ JOBS = {
     "selected": job(partial(plain_run, "value"), assume={SELECTION: 7, LOSS.removeprefix("tests/"): 0.5}),
     "nothing": job(plain_run, assume={"rehearsed.py:1": 2}),
 }
+# Layers, and how many gradient norms a step reads: tests/distributed/test_waits.py reads as many on real ranks.
+HEADS = {"multi-token": ({"mtp_num_layers": 1}, 1)}
+if "mtp_detach_heads" in TransformerConfig.__dataclass_fields__:  # megatron-core 0.19 clips such heads by themselves
+    HEADS["heads"] = {"mtp_num_layers": 1, "mtp_detach_heads": True}, 2
+for name, (layers, _) in HEADS.items():
+    JOBS[name] = job(partial(gpt_run, world=2, pipeline_model_parallel_size=2, transformer=layers))
 MEBIBYTE = 2**20
 
 
@@ -96,6 +103,13 @@ def test_a_steady_step_reads_its_logs_once(found: dict[str, Played | Failure]) -
     for rank in ranks_of(found["pp2"]):
         logs = [(wait.where.partition(" ")[2], wait.times) for wait in rank.waits if "/logs/" in wait.where]
         assert logs == [("read", 1)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_norm_is_read_for_each_part_that_is_clipped_by_itself(found: dict[str, Played | Failure], name: str) -> None:
+    for rank in ranks_of(found[name]):
+        norms = [wait.times for wait in rank.waits if "/clip_grads.py" in wait.where]
+        assert norms == [HEADS[name][1]], rank.stage
 
 
 def test_both_stages_of_a_pipeline_are_played(found: dict[str, Played | Failure]) -> None:
