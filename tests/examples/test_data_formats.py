@@ -58,14 +58,18 @@ def test_every_format_of_the_readers_has_a_line() -> None:
         "MCoreFinetuningData": 5,
         "MCoreVisionData": 3,
     }
-    assert len(lines("MCorePreferenceData")) == 8
+    assert len(lines("MCorePreferenceData")) == 9
     assert len(lines("MCoreEmbeddingData")) == 3
     assert len(lines("MCoreRerankingData")) == 4
     assert len(lines("lightning-mcore preprocess")) == 1
 
 
-# tests/unit/data/test_tool_calls.py reads the one with tools, which needs another chat template.
-@pytest.mark.parametrize("line", [line for line in lines("MCoreFinetuningData") if '"tools"' not in line])
+def lines_without_tools(name: str) -> list[str]:
+    """Return the lines under a heading but those with tools, which tests/unit/data/test_tool_calls.py reads."""
+    return [line for line in lines(name) if '"tools"' not in line]
+
+
+@pytest.mark.parametrize("line", lines_without_tools("MCoreFinetuningData"))
 def test_a_line_for_fine_tuning_is_read(line: str, tmp_path: Path) -> None:
     parts = list(texts(json.loads(line)))
     [(tokens, labels)] = samples_of(
@@ -88,7 +92,7 @@ def test_a_line_with_an_image_or_a_video_is_read(line: str, tmp_path: Path) -> N
     assert ("image_grid_thw" in batch) != ("videos" in row)
 
 
-@pytest.mark.parametrize("line", lines("MCorePreferenceData"))
+@pytest.mark.parametrize("line", lines_without_tools("MCorePreferenceData"))
 def test_a_line_of_preferences_is_read(line: str, tmp_path: Path) -> None:
     row = json.loads(line)
     [(asked, answer, asked_too, other)] = halves(opened_pairs(tmp_path, [row]))

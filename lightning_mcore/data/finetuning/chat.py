@@ -78,7 +78,7 @@ class ChatEncoder:
         if self.loss_on == "all" and any("weight" in message for message in messages):
             raise ValueError(f"{name} has a turn of weight 0, which loss_on='all' would learn; choose another loss_on")
         taught = range(len(messages)) if self.loss_on == "all" else turns
-        if not any(_says_something(messages[number]) for number in taught):
+        if not any(says_something(messages[number]) for number in taught):
             return TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
         self._require_written(messages, taught, name)
         if not self.has_template:
@@ -250,7 +250,8 @@ def _answers(messages: Sequence[Message]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _says_something(message: Message) -> bool:
+def says_something(message: Message) -> bool:
+    """Return whether a message has a text, a call or a thought."""
     return bool(message["content"].strip()) or any(field in message for field in WRITTEN if field != "tools")
 
 

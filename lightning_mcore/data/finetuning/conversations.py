@@ -232,8 +232,8 @@ def _written(turn: Mapping[str, Any], role: str, place: str, in_full: bool) -> M
             raise ValueError(f"{place} has weight {turn['weight']!r}; choose 0 or 1")
         if not in_full:
             raise ValueError(
-                f"{place} has weight 0, which preferences and named templates do not support; remove the field, or"
-                " split the conversation"
+                f"{place} has weight 0, which named templates do not support; remove the field, or split the"
+                " conversation"
             )
         written["weight"] = 0
     if in_full and role == "tool":
@@ -242,9 +242,7 @@ def _written(turn: Mapping[str, Any], role: str, place: str, in_full: bool) -> M
 
 
 def _only_a_template_writes(field: str, name: str) -> ValueError:
-    return ValueError(
-        f"{name} has {field!r}, which neither preferences nor named templates can write; {WRITTEN[field]}"
-    )
+    return ValueError(f"{name} has {field!r}, which named templates cannot write; {WRITTEN[field]}")
 
 
 def _tools(value: Any, name: str) -> list[dict[str, Any]]:

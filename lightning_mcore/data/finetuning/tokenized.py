@@ -32,7 +32,7 @@ from lightning_mcore.data.finetuning.files import explained, file_marks, load_ro
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preprocess.tokenizer import tokenizer_digest
 
-_CACHE_VERSION = "4"  # part of the name; a change of format starts new caches
+_CACHE_VERSION = "5"  # part of the name; a change of format starts new caches
 _FILES = "the files"
 _SOURCES = "sources.json"
 _TOKENS = "tokens"

@@ -11,12 +11,15 @@ The columns tell the form of a row:
   pairs of texts: earlier prompts and their answers.
 * ``conversations`` or ``instruction``, ``input`` and ``output``, with ``kto_tag``: the same forms for KTO.
 
-``system`` is the system text of a row that has no system message.
+``system`` is the system text of a row that has no system message. For the tokenizer's chat template, rows may also have
+``tools``, and messages calls and separate thoughts, as in ``finetuning/conversations.py``; results of calls belong to
+the prompt, because an answer is one message.
 
 ``arguments/llamafactory`` reads forms whose columns a ``dataset_info.json`` names. :class:`PairReading` tokenises rows
 in the pipeline of ``finetuning/tokenized.py``; only the answers are learnt.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.data.finetuning.chat import kept_lengths
+from lightning_mcore.data.finetuning.chat import kept_lengths, says_something
 from lightning_mcore.data.finetuning.conversations import ConversationReader, Message, Row
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, columns_of
 from lightning_mcore.data.packing.best_fit import TokenSample
@@ -45,12 +48,15 @@ LEFT_OUT = (
 _BROKEN, _UNANSWERED, _EQUAL, _CUT, _ALONE = range(1, 6)
 
 
+_NOTHING: Message = {"role": "assistant", "content": ""}
+
+
 class PreferenceRow(NamedTuple):
     """A prompt with two answers."""
 
-    prompt: list[Message]  # the last message is the user's; empty if the row is broken
-    chosen: str  # the better answer; for KTO, the example's own
-    rejected: str  # the other answer; for KTO, another example's
+    prompt: list[Message]  # the last message is the user's, or a tool's; empty if the row is broken
+    chosen: Message  # the better answer; for KTO, the example's own
+    rejected: Message  # the other answer; for KTO, another example's
     desirable: bool | None = None
 
 
@@ -60,11 +66,11 @@ def preference_row(
     """Return the row of two conversations that differ in their last message; for KTO, ``rejected`` is another row's."""
     prompt = list(chosen[:-1])
     roles = [message["role"] for message in chosen]
-    turns = roles[1:] if roles[:1] == ["system"] else roles
-    broken = not turns or turns != ["user", "assistant"] * (len(turns) // 2)
+    # The initials of system, user, assistant and tool, such as "suatta" for two calls and an answer.
+    broken = not re.fullmatch("s?(u(at+)*a)+", "".join(role[0] for role in roles))
     if desirable is None:  # for KTO the partner's prompt differs by design
         broken |= list(rejected[:-1]) != prompt or [message["role"] for message in rejected] != roles
-    answers = [messages[-1]["content"] if messages else "" for messages in (chosen, rejected)]
+    answers = [messages[-1] if messages else _NOTHING for messages in (chosen, rejected)]
     return PreferenceRow([] if broken else prompt, answers[0], answers[1], desirable)
 
 
@@ -74,9 +80,12 @@ def partner_of(row: Row) -> dict[str, Any]:
 
 
 class PreferenceReader:
-    """Turns rows with the ``needed`` columns into prompts with two answers; ``tag`` marks desirable ones, if any."""
+    """Turns rows with the ``needed`` columns into prompts with two answers; ``tag`` marks desirable ones, if any.
 
-    def __init__(self, columns: Iterable[str]) -> None:
+    ``in_full`` is as in :class:`~lightning_mcore.data.finetuning.conversations.ConversationReader`.
+    """
+
+    def __init__(self, columns: Iterable[str], in_full: bool = False) -> None:
         present = list(columns)
         answers = ("chosen", "rejected")
         # The first form that fits counts, so the more specific ones come first.
@@ -99,7 +108,7 @@ class PreferenceReader:
         self._has_prompt = "prompt" in present
         kind: Any = {"conversations": "sharegpt", "instruction": "alpaca"}.get(self.needed[0], "messages")
         # Each answer is read as the end of an ordinary conversation; ``_answered`` makes the added columns.
-        self._single = ConversationReader([*present, "output", "messages"], kind)
+        self._single = ConversationReader([*present, "output", "messages"], kind, in_full=in_full)
         self._kind: str = kind
 
     def messages(self, row: Row, name: str) -> PreferenceRow:
@@ -117,14 +126,17 @@ class PreferenceReader:
         if answer is None:
             return self._single.messages(row, name)
         if self._kind == "sharegpt":
-            turns = [*_turns(row, "conversations", "", name), *_turns(row, answer, "", name)]
+            turns = [*_turns(row, "conversations", "", name), *_answer(row, answer, "", name)]
             return self._single.messages({**row, "conversations": turns}, name)
         if not self._has_prompt and isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
             # "Q: 2+2? A: 4" and "Q: 2+2? A: 5" share "Q: 2+2? A:", so the answers are " 4" and " 5".
             prompt = _shared_beginning(row["chosen"], row["rejected"])
             row = {**row, "prompt": prompt, answer: row[answer][len(prompt) :]}
-        turns = _turns(row, "prompt", "user", name) if "prompt" in row else []
-        return self._single.messages({**row, "messages": [*turns, *_turns(row, answer, "assistant", name)]}, name)
+        if "prompt" in row:
+            turns = [*_turns(row, "prompt", "user", name), *_answer(row, answer, "assistant", name)]
+        else:
+            turns = _turns(row, answer, "assistant", name)
+        return self._single.messages({**row, "messages": turns}, name)
 
 
 def _turns(row: Row, column: str, role: str, name: str) -> list[Any]:
@@ -137,6 +149,17 @@ def _turns(row: Row, column: str, role: str, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"{column!r} of {name} is of type {type(value).__name__}; give text, or a list of messages")
     return value
+
+
+def _answer(row: Row, column: str, role: str, name: str) -> list[Any]:
+    """Return the messages of a column that contains an answer alone; ValueError if it has results of tools."""
+    turns = _turns(row, column, role, name)
+    if any(isinstance(turn, Mapping) and "tool" in (turn.get("role"), turn.get("from")) for turn in turns):
+        raise ValueError(
+            f"{column!r} of {name} has the result of a call, but an answer is a single message; move all messages but"
+            " the last one to the prompt"
+        )
+    return turns
 
 
 def _shared_beginning(first: str, second: str) -> str:
@@ -186,18 +209,21 @@ class PairEncoder:
 
     def _parts(self, row: PreferenceRow, sample_id: int, name: str) -> tuple[int, list[list[NDArray[np.int32]]]]:
         """Return why a row is left out, or 0, and the tokens of prompt and answer of both sequences."""
-        if not row.prompt:
+        # A named template has no turns of tools.
+        if not row.prompt or (self._one_prompt and any(message["role"] == "tool" for message in row.prompt)):
             return _BROKEN, []
         is_pair = row.desirable is None
-        if not row.chosen.strip() or (is_pair and not row.rejected.strip()):
+        if any("weight" in message for message in (row.chosen, row.rejected)):
+            raise ValueError(f"{name} has an answer of weight 0, but all answers are learnt; remove the field")
+        if not says_something(row.chosen) or (is_pair and not says_something(row.rejected)):
             return _UNANSWERED, []
-        if not row.rejected.strip():
+        if not says_something(row.rejected):
             return _ALONE, []
         if is_pair and row.chosen == row.rejected:
             return _EQUAL, []
         parts = []
         for answer in (row.chosen, row.rejected):
-            sample = self._encoder.encode([*row.prompt, {"role": "assistant", "content": answer}], sample_id, name)
+            sample = self._encoder.encode([*row.prompt, answer], sample_id, name)
             assert sample.loss_mask is not None
             # The mask marks the answer; what follows it, such as a line break, is dropped.
             learnt = np.flatnonzero(sample.loss_mask)
@@ -231,7 +257,7 @@ class PairReading(Reading):
 
     def reader(self, columns: Iterable[str]) -> Any:
         """Return the reader of rows with these columns."""
-        return PreferenceReader(columns)
+        return PreferenceReader(columns, in_full=self.template is None)  # a named template writes texts alone
 
     def encoder(self, tokenizer: Any) -> Any:
         """Return the encoder of pairs."""

@@ -93,7 +93,7 @@ def test_columns_that_fit_no_form_are_named(columns: list[str], format: Any, abo
             ValueError,
             "message 0 of row 7 has 'tool_calls'",
         ),
-        ({"messages": HELLO, "tools": [{"name": "f"}]}, ValueError, "row 7 has 'tools', which neither preferences nor"),
+        ({"messages": HELLO, "tools": [{"name": "f"}]}, ValueError, "row 7 has 'tools', which named templates cannot"),
         ({"messages": HELLO, "images": ["a.png"]}, ValueError, "row 7 has 'images', which would be ignored"),
         ({"messages": HELLO, "videos": "a.mp4"}, ValueError, "row 7 has 'videos', which would be ignored"),
         (

@@ -45,11 +45,11 @@ def test_rows_of_all_forms_are_the_same_pair() -> None:
     for row in ROWS:
         found = PreferenceReader(row).messages(row, "row 0")
         assert found.prompt == [USER]
-        assert [text.strip() for text in found[1:3]] == ["yes", "no"]
+        assert [answer["content"].strip() for answer in found[1:3]] == ["yes", "no"]
         assert found.desirable is None
     for row in TAGGED:
         both = row | {PARTNER + name: value for name, value in row.items()}
-        assert PreferenceReader(row).messages(both, "row 0") == ([USER], "yes", "yes", True)
+        assert PreferenceReader(row).messages(both, "row 0") == ([USER], said("yes"), said("yes"), True)
 
 
 def test_rows_of_all_forms_have_a_system_text() -> None:
@@ -67,7 +67,7 @@ def test_rows_of_alpaca_have_a_system_text_and_earlier_exchanges() -> None:
         partner = {PARTNER + name: value for name, value in row.items()}
         found = PreferenceReader([*row, *before]).messages(row | before | partner, "row 0")
         assert found.prompt == [system, *talk]
-        assert found.chosen == "yes"
+        assert found.chosen == said("yes")
         none = {"system": "", "history": None}
         assert PreferenceReader([*row, *none]).messages(row | none | partner, "row 0").prompt == [USER]
 

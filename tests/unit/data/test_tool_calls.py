@@ -3,13 +3,15 @@
 
 import copy
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from lightning_mcore import MCoreFinetuningData
+from lightning_mcore import MCoreFinetuningData, MCorePreferenceData
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import ConversationReader
 from tests.support.chats import APPENDING, Row, characters, stub_trainer, write
@@ -219,10 +221,110 @@ def test_what_a_template_would_leave_out_is_refused(
         encode(template, rows(as_text=False)[0] | changed)
 
 
-def test_the_row_of_the_guide_is_one() -> None:
-    (line,) = [line for line in (ROOT / "docs/guides/data.md").read_text().splitlines() if '"tool_calls"' in line]
-    tokenizer, sample = encode(WRITES, json.loads(line))
+ASKED = rows(as_text=False)[0]["messages"][:3]  # a question, a call and its result
+WAIT = called("wait", {"long": [1, {"s": 2}]}, reasoning_content="so")
+PREFERRED: list[Row] = [
+    {"prompt": ASKED[:1], "chosen": [WAIT], "rejected": [{"role": "assistant", "content": "No"}]},
+    {"prompt": ASKED, "chosen": [{"role": "assistant", "content": "Nothing"}], "rejected": [WAIT]},
+]
+
+
+def preferences(folder: Path, file: str, rows: list[Row], **options: Any) -> MCorePreferenceData:
+    """Return the data of a file of preferences, ready to be asked for pairs."""
+    data = MCorePreferenceData(
+        write(folder / file, rows), characters(WRITES), 512, cache_dir=str(folder / "cache"), **options
+    )
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["objects", "parquet"])
+@pytest.mark.parametrize("kind", ["pairs", "without a prompt", "kto"])
+def test_preferences_with_tools_are_written_as_transformers_writes_them(
+    tmp_path: Path, as_text: bool, kind: str
+) -> None:
+    def stored(row: Row) -> Row:
+        row = json.loads(json.dumps({**row, "tools": [TOOL]}))
+        if kind == "without a prompt":
+            prompt = row.pop("prompt")
+            row |= {side: prompt + row[side] for side in ("chosen", "rejected")}
+        elif kind == "kto":
+            row = {"prompt": row["prompt"], "completion": row["chosen"], "label": True, "tools": row["tools"]}
+        if as_text:  # in a column of parquet, all values have one type
+            row = json.loads(json.dumps(row | {"tools": json.dumps(row["tools"])}))
+            for turn in chain.from_iterable(value for value in row.values() if isinstance(value, list)):
+                for call in turn.get("tool_calls", ()):
+                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        return row
+
+    file = "a.parquet" if as_text else "a.jsonl"
+    data = preferences(tmp_path, file, [stored(row) for row in PREFERRED])
+    source = data.pair_sources()["train"]
+    assert len(source) == len(PREFERRED)
+    for number, pair in enumerate(source.take([0, 1])):
+        prompt = PREFERRED[number]["prompt"]
+        # For KTO's estimate, the other answer is the other row's.
+        other = PREFERRED[1 - number]["chosen"] if kind == "kto" else PREFERRED[number]["rejected"]
+        for sample, answer in zip(pair.sequences, (PREFERRED[number]["chosen"], other), strict=True):
+            first, whole = (
+                data.tokenizer.apply_chat_template(
+                    messages, tools=[TOOL], add_generation_prompt=is_first, return_dict=True
+                )["input_ids"]
+                for messages, is_first in ((prompt, True), (prompt + answer, False))
+            )
+            assert sample.tokens.tolist() == whole
+            assert sample.loss_mask is not None
+            assert np.flatnonzero(sample.loss_mask).tolist() == list(range(len(first), len(whole)))
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "about"),
+    [
+        (
+            {"prompt": ASKED[:1], "chosen": [*ASKED[1:], WAIT], "rejected": [WAIT]},
+            {},
+            "'chosen' of row 0",
+        ),
+        (
+            {"prompt": ASKED[:1], "completion": [*ASKED[1:], WAIT], "label": True},
+            {},
+            "'completion' of row 0",
+        ),
+        (PREFERRED[1] | {"rejected": [WAIT | {"weight": 0}]}, {}, "has an answer of weight 0"),
+        (
+            PREFERRED[0] | {"chosen": [WAIT | {"content": ""}]},
+            {"template": "default"},
+            "'tool_calls', which named templates cannot write",
+        ),
+    ],
+    ids=["results", "results of kto", "weight", "named"],
+)
+def test_preferences_that_cannot_be_read_in_full_are_refused(
+    tmp_path: Path, row: Row, options: dict[str, Any], about: str
+) -> None:
+    with refuses(ValueError, about):
+        preferences(tmp_path, "a.jsonl", [row], **options)
+
+
+def test_results_of_calls_are_no_turns_of_named_templates(tmp_path: Path) -> None:
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "tool")]
+    row = {"prompt": said, "chosen": "yes", "rejected": "no"}
+    assert len(preferences(tmp_path, "a.jsonl", [row]).pair_sources()["train"]) == 1
+    with refuses(ValueError, "left out 1 whose turns are not"):
+        preferences(tmp_path, "b.jsonl", [row], template="default")
+
+
+def test_the_rows_of_the_guide_are_read(tmp_path: Path) -> None:
+    lines = [line for line in (ROOT / "docs/guides/data.md").read_text().splitlines() if '"tools"' in line]
+    answers, preferred = map(json.loads, lines)
+    tokenizer, sample = encode(WRITES, answers)
     assert stretches(tokenizer, sample) == [
         '(I must look.)<call>weather{"city": "Rome"}</call><|end|>',
         "Yes, 31 degrees.<|end|>",
     ]
+    [pair] = preferences(tmp_path, "a.jsonl", [preferred]).pair_sources()["train"].take([0])
+    for sample, answer in zip(
+        pair.sequences, ('<call>weather{"city": "Rome"}</call><|end|>', "I cannot know.<|end|>"), strict=True
+    ):
+        assert stretches(tokenizer, sample) == [answer]
