@@ -16,7 +16,7 @@ from lightning_mcore.hf.adapters import NEVER_TRAINED, tensor_names, weights_of_
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
-from lightning_mcore.layers.adapted_layers import freeze
+from lightning_mcore.layers.adapted_layers import add_bias_apart, freeze
 from lightning_mcore.parallel.chunks import ModelChunks
 
 
@@ -63,6 +63,7 @@ def train_only(
         freeze(chunk)
         for weight in weights:
             weight.parameter.requires_grad_(weight.name in trained.of)
+        add_bias_apart(chunk)
     return trained
 
 

@@ -168,6 +168,30 @@ def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output if output.requires_grad or not module.training else output.requires_grad_()
 
 
+def add_bias_apart(chunk: nn.Module) -> None:
+    """Let linear layers add a trained bias to the product with a frozen weight, after it.
+
+    The functions of Megatron and TransformerEngine for a product with a frozen weight give the bias no gradient.
+    """
+    for layer in chunk.modules():
+        bias = layer._parameters.get("bias")
+        if not isinstance(layer, LINEAR) or bias is None or not bias.requires_grad or layer.weight.requires_grad:
+            continue
+        made: Any = layer
+        if getattr(made, "te_return_bias", getattr(made, "skip_bias_add", False)):
+            continue  # its caller adds the bias
+        if hasattr(made, "te_return_bias"):
+            made.te_return_bias = made.return_bias = True
+            made.apply_bias = made.gemm_bias_unfused_add = False
+        made.skip_bias_add = True
+        made.register_forward_hook(_add_bias)
+
+
+def _add_bias(layer: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
+    product, bias = output
+    return product + bias, None
+
+
 def share_a(layer: Any) -> None:
     """Let all adapters of a layer share the first one's A; their ranks are equal."""
     first, *others = layer.lora.values()

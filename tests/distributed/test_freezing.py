@@ -137,6 +137,16 @@ def test_what_is_not_frozen_is_trained_as_by_transformers(
             assert torch.equal(tensor, base[name]), name
 
 
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(dp=2, overlap=True)], ids=lambda layout: layout.id)
+def test_biases_of_frozen_weights_are_trained_as_by_transformers(layout: Layout, tmp_path: Path) -> None:
+    folder, out, parts = str(tiny_folder("qwen2")), str(tmp_path / "out"), ["bias"]
+    losses, weights = steps_of_transformers(folder, parts, 4)
+    for rank in run_ranks(layout.world_size, train, folder, layout, parts, 4, hf=out):
+        assert rank["losses"] == pytest.approx(losses, abs=LOSS)
+    for name, tensor in read_tensors(out):
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=WEIGHT)
+
+
 def test_a_run_with_frozen_weights_goes_on_on_any_layout_and_is_planned(tmp_path: Path) -> None:
     """Also with experts; the checkpoint is a whole model."""
     folder, parts = str(tiny_folder("qwen3_moe")), ["layers.3.", "lm_head"]

@@ -24,6 +24,7 @@ RUNS = {
         transformer=EXPERTS, model={"lora": {"r": 4, "target_modules": ["q_proj", "gate", "embed_tokens", "lm_head"]}}
     ),
     "experts": Run(transformer=EXPERTS, model={"lora": {"r": 4}}),
+    "biases alone": Run(transformer={"add_qkv_bias": True}, model={"train_only": ["bias"]}),
 }
 
 
