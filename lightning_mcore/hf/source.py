@@ -45,6 +45,7 @@ _NOT_DOWNLOADED = ("*/*[!a]", "consolidated*")
 
 _KEPT = sorted(MODULE_FIELDS - {"make_vocab_size_divisible_by", "transformer_impl"})  # of the model, not of its runs
 
+_NOT_COMPUTING = ("vocab_size", "attention_dropout", "hidden_dropout", "mtp_num_layers")  # in evaluation
 _BASE = "model."  # how names of weights begin, but not in what AutoModel of transformers writes
 
 _TIMES = 2  # smaller differences are found tensor by tensor after the model is built
@@ -353,6 +354,16 @@ def pretrained_settings(
         settings = settings_of_source(source, tensors, path, family, stored)
     settings["transformer"] = {**settings["transformer"], **(transformer or {})}
     return {**settings, "seq_length": settings["seq_length"] if seq_length is None else seq_length}
+
+
+def computing_fields(hf: Mapping[str, Any], family: str | None) -> dict[str, Any]:
+    """Return what a recorded config says about how a model computes log-probabilities from its weights.
+
+    ``hf`` is the record of :func:`pretrained_settings`, and ``family`` the user's choice or None.
+    """
+    known = family_of(hf["config"], family)
+    fields = known.read_config(complete_config(known, hf["config"]))
+    return {name: value for name, value in fields.items() if name not in _NOT_COMPUTING}
 
 
 def planned_settings(

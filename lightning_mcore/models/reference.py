@@ -6,18 +6,19 @@ needs the reference. The reference has the weights that the run begins with, or 
 replace the trained weights during the pass, which wait on the host, so there is never a second model on a device.
 
 Each split's results, two numbers per pair, are in a file next to the data. Its name is a digest of the reference's
-weights, of the pairs (``PairSource.key``: files, template, lengths) and of the number format. Rank 0 appends to it
-during the pass, and an interrupted pass continues where the file ends, on any layout. A checkpoint records which
-reference its run uses. A resumed run finds the file by that record, because its own weights have changed.
+weights and settings, of the pairs (``PairSource.key``: files, template, lengths) and of the number format. Rank 0
+appends to it during the pass, and an interrupted pass continues where the file ends, on any layout. A checkpoint
+records which reference its run uses. A resumed run finds the file by that record, because its own weights have changed.
 
 ``MCorePreference`` calls :func:`compute_reference` when a fit, validation or test starts.
 """
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,9 +31,9 @@ from lightning_mcore.data.packing.rows import packing_multiples
 from lightning_mcore.data.preference.pairs import PairSource, collate_padded_pairs
 from lightning_mcore.hf.adapters import fingerprint
 from lightning_mcore.hf.pretrained import fill_weights
-from lightning_mcore.hf.source import absolute
+from lightning_mcore.hf.source import absolute, computing_fields, pretrained_settings
 from lightning_mcore.models.forward_pass import results_of_samples
-from lightning_mcore.parallel.consensus import run_on_rank0
+from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 
 if TYPE_CHECKING:
     from lightning_mcore.models.preference import MCorePreference
@@ -85,6 +86,7 @@ def _weights_of_reference(module: "MCorePreference") -> Iterator[None]:
         if path is None:
             yield
             return
+        run_on_all_ranks(lambda: _check_config(module, path))
         tensors = [*module.model.parameters()]
         # To the host: a copy on the device would be a second model there
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
@@ -97,11 +99,32 @@ def _weights_of_reference(module: "MCorePreference") -> Iterator[None]:
                 tensor.data.copy_(values)
 
 
+def _check_config(module: "MCorePreference", path: str) -> None:
+    """Raise ValueError if the model at ``path`` computes differently, because its weights run in the module."""
+    own, other = module.hparams["hf"], pretrained_settings(path, module._given_family, weights=False)["hf"]
+    if not own or not other:
+        return
+    expected, given = (computing_fields(hf, module._given_family) for hf in (own, other))
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != given.get(name):
+            raise ValueError(
+                f"the config of reference={path!r} says {name}={given.get(name)!r}, and the model's says"
+                f" {expected.get(name)!r}; give a reference with the same settings, or put reference_logps into the"
+                " batches"
+            )
+
+
 def _mark(module: "MCorePreference") -> str:
-    """Return what identifies the reference's weights, the same on any layout; collective."""
-    if module.adapters_can_be_off and module.preference.reference is None and module._base is not None:
-        return module._base
-    return fingerprint(module)
+    """Return what identifies the reference's weights and settings, the same on any layout; collective."""
+    is_base = module.adapters_can_be_off and module.preference.reference is None and module._base is not None
+    of_weights = module._base if is_base else fingerprint(module)
+    hf: dict[str, Any] | None = module.hparams["hf"]
+    if not hf:
+        return str(of_weights)
+    fields = computing_fields(hf, module._given_family)
+    fields |= {name: module.transformer[name] for name in fields if name in module.transformer}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return f"{of_weights} {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _read_all(module: "MCorePreference", sources: dict[str, PairSource]) -> bool:

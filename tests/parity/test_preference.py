@@ -7,6 +7,7 @@ another model. The plain loop runs in fp64, sequence by sequence, and knows noth
 
 import dataclasses
 import functools
+import json
 import math
 import shutil
 import tempfile
@@ -42,6 +43,7 @@ from tests.parity.hf_training import KeepsGradients, Part, differing_values, on_
 from tests.support.hf_models import VOCAB_SIZE, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
+from tests.support.sentences import refuses
 from tests.support.thorough import thorough_but
 from tests.support.toy import Watch, make_trainer
 
@@ -557,6 +559,30 @@ def test_a_model_with_another_row_of_its_embedding_has_another_reference(tmp_pat
     folders = [str(tiny_folder("qwen2")), str(other)]
     for losses in run_ranks(1, losses_with_one_cache, folders, str(tmp_path / "cache"), timeout=60)[0]:
         assert losses == pytest.approx(list(FIRST.values()), abs=1e-5)
+
+
+def with_config(folder: Path, **changes: Any) -> str:
+    """Copy a model, with changes to its config, and return the new folder."""
+    other = shutil.copytree(tiny_folder("qwen2"), folder)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | changes))
+    return str(other)
+
+
+def test_a_model_with_another_config_has_another_reference(tmp_path: Path) -> None:
+    folders = [str(tiny_folder("qwen2")), with_config(tmp_path / "other", rms_norm_eps=0.1)]
+    for losses in run_ranks(1, losses_with_one_cache, folders, str(tmp_path / "cache"), timeout=60)[0]:
+        assert losses == pytest.approx(list(FIRST.values()), abs=1e-5)
+
+
+def refused_reference(folder: str, other: str, cache: str) -> None:
+    with refuses(ValueError, "layernorm_epsilon=0.1"):
+        fit(folder, Layout(tp=2), cache, preference=Preference(reference=other))
+
+
+def test_a_reference_that_computes_in_another_way_is_rejected(tmp_path: Path) -> None:
+    other = with_config(tmp_path / "other", rms_norm_eps=0.1)
+    run_ranks(2, refused_reference, str(tiny_folder("qwen2")), other, str(tmp_path / "cache"))
 
 
 def first_losses_of_runs(folders: list[str], cache: str) -> list[float]:
