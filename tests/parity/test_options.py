@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.transformer import TransformerConfig
 
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.bare_loop import Trace
@@ -88,6 +89,10 @@ LATENT = {"multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 8, 
 
 INDEXER = (("indexer_freq", (1, 0)), ("index_topk", 64), ("index_n_heads", 2), ("index_head_dim", 8))
 
+NEW: tuple[Option, ...] = ()
+if "mtp_detach_heads" in TransformerConfig.__dataclass_fields__:  # megatron-core 0.19
+    HEADS = {"mtp_num_layers": 1, "mtp_detach_heads": True}
+    NEW = (Option("heads-that-are-clipped-by-themselves", HEADS, (PP2, CP2, DO2), recipe=TOKENS),)
 OPTIONS = (
     # experts: who goes where
     Option("sigmoid-with-bias", SIGMOID | NO_BALANCE, (EP2,), (MOE_TP2, Layout(moe=True, pp=2, cp=2, ep=2))),
@@ -290,6 +295,7 @@ OPTIONS = (
         recipe=TOKENS,
         num_layers=4,
     ),
+    *NEW,
 )
 
 
