@@ -352,7 +352,14 @@ def pretrained_settings(
         folder = source.open_tensors() if weights else None
         tensors, stored = (_names_there(source), None) if folder is None else (folder.shapes, folder.stored)
         settings = settings_of_source(source, tensors, path, family, stored)
-    settings["transformer"] = {**settings["transformer"], **(transformer or {})}
+    given = dict(transformer or {})
+    if given.get("num_moe_experts") and not settings["transformer"].get("num_moe_experts"):
+        raise ValueError(
+            f"transformer has num_moe_experts={given['num_moe_experts']}, but {path} is a dense model, whose weights"
+            " have no experts; leave it out, or first write a folder that has them (as Qwen3MoeForCausalLM, for"
+            " example)"
+        )
+    settings["transformer"] = {**settings["transformer"], **given}
     return {**settings, "seq_length": settings["seq_length"] if seq_length is None else seq_length}
 
 

@@ -194,6 +194,10 @@ class _Call(NamedTuple):
     states: list[tuple[Tensor, Tensor | None]]  # what the output layer gets, if the call computes losses in chunks
 
 
+_NEEDS_OTHER_CACHE: dict[str, Any] = {"assistant_model": None, "prompt_lookup_num_tokens": None, "guidance_scale": 1.0}
+"""Arguments of transformers' ``generate`` that are not supported, and the value at which each has no effect."""
+
+
 class HFModel(nn.Module):
     """A Hugging Face model, called like the transformers model; :func:`hf_model` makes it.
 
@@ -461,8 +465,15 @@ class HFModel(nn.Module):
         Raises:
             RuntimeError: It is called in ``training_step`` under pipeline parallelism.
             TypeError: The model has no logits over the vocabulary.
-            ValueError: Prompts are padded on the right, or transformers rejects an argument.
+            ValueError: Prompts are padded on the right, transformers rejects an argument, or its value needs a cache
+                of transformers.
         """
+        for name, neutral in _NEEDS_OTHER_CACHE.items():
+            if arguments.get(name, neutral) not in (None, neutral):
+                raise ValueError(
+                    f"generate() got {name}, which needs transformers' own cache, while this model has another one;"
+                    " leave it out"
+                )
         if self.suffix:
             raise TypeError("generate() needs logits over the vocabulary; give head='causal-lm' to hf_model()")
         if self.pipeline.is_active and self.pipeline.is_staged:

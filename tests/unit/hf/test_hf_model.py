@@ -384,6 +384,12 @@ def test_generation_beyond_the_window_and_with_other_layers(family: str, argumen
         assert torch.equal(model.generate(**batch, **settings), other.generate(**batch, **settings))
 
 
+@pytest.mark.parametrize("given", [{"prompt_lookup_num_tokens": 2}, {"guidance_scale": 1.5}, {"assistant_model": "x"}])
+def test_generation_with_a_cache_of_transformers_is_refused_by_name(model: HFModel, given: dict[str, Any]) -> None:
+    with refuses(ValueError, *given):
+        model.generate(IDS, max_new_tokens=1, **given)
+
+
 def test_prompts_with_padding_on_the_right_are_refused(model: HFModel) -> None:
     with refuses(ValueError, "with padding on the right"):
         model.generate(IDS, attention_mask=torch.tensor([[1, 1, 1, 0]]), max_new_tokens=1, pad_token_id=0)

@@ -348,6 +348,11 @@ def test_a_sequence_without_tokens_is_refused(whole: Path) -> None:
         MCoreGPT.from_pretrained(str(whole), seq_length=0)
 
 
+def test_experts_for_a_dense_model_are_refused(whole: Path) -> None:
+    with refuses(ValueError, "num_moe_experts=4"):
+        MCoreGPT.from_pretrained(str(whole), transformer={"num_moe_experts": 4})
+
+
 @pytest.mark.parametrize("name", ["moe_layer_freq", "window_attn_skip_freq"])
 def test_a_list_for_other_layers_than_there_are_is_refused(name: str, whole: Path) -> None:
     with refuses(ValueError, f"{name} has 4 entries and num_layers is 2; give"):
