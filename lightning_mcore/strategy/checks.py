@@ -218,7 +218,8 @@ def check_backward_is_free(module: pl.LightningModule) -> None:
 def check_steps_take_batches(module: pl.LightningModule) -> None:
     """Raise ``TypeError`` for ``dataloader_iter``: a step that draws its batches would draw another for every chunk."""
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        function = getattr(module, step)  # None switches a loop off
+        if function is not None and is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
             raise TypeError(
                 f"{type(module).__name__}.{step}(dataloader_iter) is not supported for a model built with pipeline(),"
                 f" whose schedule fetches the batches; define {step}(batch, batch_idx)"

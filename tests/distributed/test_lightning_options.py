@@ -517,6 +517,19 @@ def test_a_step_with_dataloader_iter_is_refused_for_a_pipeline_alone() -> None:
         make_trainer(PP2).fit(Draws(), loader(12, 2))
 
 
+def steps_without_validation(module: pl.LightningModule, strategy: Any) -> int:
+    """Train with a validation step of None, as Lightning allows; return the number of steps."""
+    module.validation_step = None  # type: ignore[assignment, method-assign]
+    trainer = make_trainer(strategy, use_distributed_sampler=False)
+    trainer.fit(module, loader(6, 2), loader(2, 2))
+    return trainer.global_step
+
+
+@on_ranks(2)
+def test_a_step_that_is_none_switches_its_loop_off_as_under_ddp() -> None:
+    assert steps_without_validation(StagedNet(), PP2) == steps_without_validation(PlainNet(), "ddp") == 3
+
+
 class Plateau(PlainNet):
     """Notes what Lightning's own code may read of a run while it trains."""
 
