@@ -30,6 +30,7 @@ from lightning_mcore.data.appended import appending
 from lightning_mcore.data.packing.rows import packing_multiples
 from lightning_mcore.data.preference.pairs import PairSource, collate_padded_pairs
 from lightning_mcore.hf.adapters import fingerprint
+from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.pretrained import fill_weights
 from lightning_mcore.hf.source import absolute, computing_fields, pretrained_settings
 from lightning_mcore.models.forward_pass import results_of_samples
@@ -104,7 +105,7 @@ def _check_config(module: "MCorePreference", path: str) -> None:
     own, other = module.hparams["hf"], pretrained_settings(path, module._given_family, weights=False)["hf"]
     if not own or not other:
         return
-    expected, given = (computing_fields(hf, module._given_family) for hf in (own, other))
+    expected, given = (complete_fields(computing_fields(hf, module._given_family)) for hf in (own, other))
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
             raise ValueError(

@@ -580,6 +580,13 @@ def refused_reference(folder: str, other: str, cache: str) -> None:
         fit(folder, Layout(tp=2), cache, preference=Preference(reference=other))
 
 
+def test_a_reference_whose_config_spells_out_a_default_is_read(tmp_path: Path) -> None:
+    other = with_config(tmp_path / "other", head_dim=8, use_cache=False, eos_token_id=3)
+    arguments = {"preference": Preference(reference=other)}
+    losses = run_ranks(1, fit, str(tiny_folder("qwen2")), Layout(), str(tmp_path / "cache"), **arguments)[0]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_a_reference_that_computes_in_another_way_is_rejected(tmp_path: Path) -> None:
     other = with_config(tmp_path / "other", rms_norm_eps=0.1)
     run_ranks(2, refused_reference, str(tiny_folder("qwen2")), other, str(tmp_path / "cache"))
