@@ -102,9 +102,10 @@ def _weights_of_reference(module: "MCorePreference") -> Iterator[None]:
 
 def _check_config(module: "MCorePreference", path: str) -> None:
     """Raise ValueError if the model at ``path`` computes differently, because its weights run in the module."""
-    own, other = module.hparams["hf"], pretrained_settings(path, module._given_family, weights=False)["hf"]
-    if not own or not other:
+    own = module.hparams["hf"]
+    if not own:
         return
+    other = pretrained_settings(path, module._given_family, weights=False)["hf"]
     expected, given = (complete_fields(computing_fields(hf, module._given_family)) for hf in (own, other))
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):

@@ -48,7 +48,7 @@ _OF_OTHERS = (*_OF_TORCH, f"{_OURS / 'te_cpu'}{os.sep}", contextlib.__file__, fu
 # Megatron may be a checkout
 _OF_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (_OURS, Path(core.__file__).parent))
 # Functions that do not get 1 for what they read: whether gradients have overflowed, whether a metric has seen NaNs, and
-# whether Megatron (0.19) clips some parameters by themselves
+# whether Megatron (0.19) clips some parameters separately
 _ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0, "_cast_and_nan_check_input": 0, "has_grad_norm_group": 0}
 
 _KINDS = {

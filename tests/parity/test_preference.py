@@ -592,6 +592,25 @@ def test_a_reference_that_computes_in_another_way_is_rejected(tmp_path: Path) ->
     run_ranks(2, refused_reference, str(tiny_folder("qwen2")), other, str(tmp_path / "cache"))
 
 
+def fresh_with_earlier_reference(folder: str) -> list[float]:
+    """Train a fresh model, and then another one with a checkpoint of the first as its reference; return the losses."""
+    fields = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    data, watch = Data(folder, packed=False), Watch()
+    for reference in (None, f"{folder}/first.ckpt"):
+        pl.seed_everything(1, verbose=False)  # the same weights
+        recipe = Recipe(learning_rate=0.0, min_learning_rate=0.0)
+        module = MCorePreference(VOCAB_SIZE, LENGTH, fields, preference=Preference(reference=reference), recipe=recipe)
+        trainer = make_trainer({}, use_distributed_sampler=False, limit_val_batches=0, max_steps=1, callbacks=[watch])
+        trainer.fit(module, data)
+        trainer.save_checkpoint(f"{folder}/first.ckpt")
+    return watch.seen.logged
+
+
+def test_a_checkpoint_of_a_model_that_began_fresh_is_a_reference(tmp_path: Path) -> None:
+    [losses] = run_ranks(1, fresh_with_earlier_reference, str(tmp_path))
+    assert losses == pytest.approx([math.log(2)] * 2, abs=1e-6)
+
+
 def first_losses_of_runs(folders: list[str], cache: str) -> list[float]:
     """Train a model twice and then another one, all with one data module; return each run's first loss."""
     data, found = Data(cache, packed=False), []

@@ -11,9 +11,9 @@ The columns tell the form of a row:
   pairs of texts: earlier prompts and their answers.
 * ``conversations`` or ``instruction``, ``input`` and ``output``, with ``kto_tag``: the same forms for KTO.
 
-``system`` is the system text of a row that has no system message. For the tokenizer's chat template, rows may also have
-``tools``, and messages calls and separate thoughts, as in ``finetuning/conversations.py``; results of calls belong to
-the prompt, because an answer is one message.
+``system`` is the system text of a row that has no system message. If the tokenizer's chat template writes them, rows
+may also have ``tools``, and their messages may have calls and separate thoughts, as in ``finetuning/conversations.py``.
+Results of calls belong to the prompt, because an answer is one message.
 
 ``arguments/llamafactory`` reads forms whose columns a ``dataset_info.json`` names. :class:`PairReading` tokenises rows
 in the pipeline of ``finetuning/tokenized.py``; only the answers are learnt.
