@@ -169,7 +169,7 @@ def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 def add_bias_apart(chunk: nn.Module) -> None:
-    """Let linear layers add a trained bias to the product with a frozen weight, after it.
+    """Let linear layers with a frozen weight and a trained bias add the bias in a step of its own.
 
     The functions of Megatron and TransformerEngine for a product with a frozen weight give the bias no gradient.
     """
@@ -178,8 +178,8 @@ def add_bias_apart(chunk: nn.Module) -> None:
         if not isinstance(layer, LINEAR) or bias is None or not bias.requires_grad or layer.weight.requires_grad:
             continue
         made: Any = layer
-        if getattr(made, "te_return_bias", getattr(made, "skip_bias_add", False)):
-            continue  # its caller adds the bias
+        if getattr(made, "te_return_bias", getattr(made, "skip_bias_add", True)):
+            continue  # its caller adds the bias, or a WholeLinear, which gives it a gradient
         if hasattr(made, "te_return_bias"):
             made.te_return_bias = made.return_bias = True
             made.apply_bias = made.gemm_bias_unfused_add = False

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers that only multiply have Megatron's results and gradients, and others stay as they are."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,9 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from torch import Tensor
 
 from lightning_mcore import LoRA, MCoreGPT, add_lora
+from lightning_mcore.layers.adapted_layers import add_bias_apart
 from lightning_mcore.layers.direct_linear import direct_products
+from lightning_mcore.layers.latent_experts import WholeLinear
 from lightning_mcore.layers.session import single_process
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Warning. tp_group is None")  # Megatron's
@@ -144,3 +147,15 @@ def test_under_autocast_a_frozen_layer_keeps_no_copy_of_its_weight(chunk: Any) -
 
     of_its_size = [tensor for tensor in kept if tensor.numel() == layer.weight.numel()]
     assert [tensor.data_ptr() for tensor in of_its_size] == [layer.weight.data_ptr()]
+
+
+def test_a_layer_that_gives_its_bias_a_gradient_adds_it_itself() -> None:
+    config: Any = SimpleNamespace(params_dtype=torch.float32, perform_initialization=True, sequence_parallel=False)
+    layer = WholeLinear(config, 2, 4, torch.nn.init.ones_, None, bias=True)  # type: ignore[arg-type]
+    layer.weight.requires_grad_(False)
+    add_bias_apart(layer)
+    output, left = layer(torch.ones(3, 4))
+    output.sum().backward()
+    assert output.tolist() == [[4.0, 4.0]] * 3
+    assert left is None
+    assert layer.bias.grad.tolist() == [3.0, 3.0]
