@@ -468,8 +468,9 @@ class HFModel(nn.Module):
             ValueError: Prompts are padded on the right, transformers rejects an argument, or its value needs a cache
                 of transformers.
         """
+        config = arguments.get("generation_config") or self.generation_config
         for name, neutral in _NEEDS_OTHER_CACHE.items():
-            if arguments.get(name, neutral) not in (None, neutral):
+            if arguments.get(name, getattr(config, name, None)) not in (None, neutral):
                 raise ValueError(
                     f"generate() got {name}, which needs transformers' own cache, while this model has another one;"
                     " leave it out"

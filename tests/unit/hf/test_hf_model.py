@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lightning_mcore import LoRA, MCoreGPT, add_lora, single_process
 from lightning_mcore.hf import HFModel, as_hf_model, hf_model
@@ -388,6 +388,9 @@ def test_generation_beyond_the_window_and_with_other_layers(family: str, argumen
 def test_generation_with_a_cache_of_transformers_is_refused_by_name(model: HFModel, given: dict[str, Any]) -> None:
     with refuses(ValueError, *given):
         model.generate(IDS, max_new_tokens=1, **given)
+    if "assistant_model" not in given:
+        with refuses(ValueError, *given):
+            model.generate(IDS, generation_config=GenerationConfig(max_new_tokens=1, **given))
 
 
 def test_prompts_with_padding_on_the_right_are_refused(model: HFModel) -> None:
