@@ -55,16 +55,26 @@ def is_of_a_connection(error: BaseException) -> bool:
 
 
 def end_process(sentence: str, error: BaseException | None = None) -> NoReturn:
-    """End this process from a thread: its main thread may never run again."""
+    """End this process, usually from a thread: its main thread may never run again."""
     text = "".join(traceback.format_exception(error)) if error is not None else ""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
     say(sentence)
-    for stream in (sys.stdout, sys.stderr):
-        start_thread("flush", stream.flush).join(_FLUSH)  # the main thread may hold its lock
+    if threading.current_thread() is threading.main_thread():
+        flush()
+    else:
+        with contextlib.suppress(RuntimeError):  # from Python 3.12 on, no thread starts while Python exits
+            start_thread("flush", flush).join(_FLUSH)  # the main thread may hold a stream's lock
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(1)
+
+
+def flush() -> None:
+    """Write out what this process has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream
+            stream.flush()
 
 
 def start_thread(name: str, function: Callable[[], object]) -> threading.Thread:

@@ -57,6 +57,7 @@ from lightning_mcore.parallel.rank_hub import Hub
 from lightning_mcore.parallel.rank_process import (
     end_of_rank,
     end_process,
+    flush,
     is_alive,
     is_of_a_connection,
     neighbour_of,
@@ -388,21 +389,25 @@ def _open_watch() -> _Watch | None:
 @functools.cache
 def _end_soon_at_exit() -> None:
     """Limit the time that a failed process takes to exit: exit handlers may wait for ranks that are gone."""
+    exits = threading.Event()
 
     def end_soon() -> None:
+        exits.wait()
         time.sleep(_GRACE)
         end_process(f"this process is ended: its run failed, and it has not ended by itself in {_GRACE:g} s")
 
     def at_exit() -> None:
         if _process_state.failure is None:
             return
-        start_thread("rank watch ends", end_soon)
+        flush()
+        exits.set()
         if _process_state.watch is not None:
             _process_state.watch.end_stopped_neighbour()
         if id(getattr(sys, "last_value", None)) == _process_state.failure:
             for child in _process_state.children:
                 child.kill()
 
+    start_thread("rank watch ends", end_soon)  # now: from Python 3.12 on, no thread starts while Python exits
     atexit.register(at_exit)
 
 

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -183,9 +184,11 @@ class SameBatches:
 
 def _followed(kind: type, batches: SameBatches) -> Any:
     """Return a subclass of a loader's class, from which Lightning's loops read what all ranks have compared."""
+    # Caches of classes, such as that of Python 3.12's inspect module, must not keep the run and its model
+    followed = weakref.proxy(batches)
 
     def begin(loader: Any) -> Iterator[Any]:
-        return _begin(loader, partial(kind.__iter__, loader), batches)  # type: ignore[attr-defined]
+        return _begin(loader, partial(kind.__iter__, loader), followed)  # type: ignore[attr-defined]
 
     def pickled(loader: Any, protocol: Any) -> Any:
         reduced: Any = kind.__reduce_ex__(loader, protocol)  # type: ignore[call-arg] # the subclass exists only here

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of one model copy train on the same batches, or the run ends in one sentence on all of them."""
 
+import gc
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -256,6 +258,27 @@ def test_a_dataset_sharded_by_the_data_parallel_rank_is_read_once(module: Any, s
         assert seen["seen"] == ([[0, 2] if copies == 2 else [0]] if rank == 0 else [])
         assert seen["class"] is DataLoader
         assert seen["is kept"]
+
+
+class KeepsTheClass(pl.Callback):
+    """Keeps the class of the loader that a run reads, as caches of classes do."""
+
+    def __init__(self) -> None:
+        self.kept: list[type] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.kept.append(type(trainer.train_dataloader))
+
+
+@on_ranks(2)
+def test_a_cache_of_classes_does_not_keep_a_model() -> None:
+    keeps, module = KeepsTheClass(), StagedNet()
+    make_trainer(TP2, callbacks=[keeps], max_steps=1).fit(module, loader(8, 2))
+    ended, kept = weakref.ref(module), keeps.kept[0]
+    del module, keeps  # Lightning gives the callback the module's log()
+    gc.collect()
+    assert kept is not DataLoader
+    assert ended() is None
 
 
 def test_one_process_reads_all_of_the_data() -> None:

@@ -8,6 +8,7 @@ of the distance that a tensor moved in three steps, and by more on some CPUs. So
 ``tests/unit/optimizer/test_muon.py`` compares the iteration in bf16 with torch's.
 """
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import _muon
 
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.interop.named_weights import named_weights
@@ -78,7 +80,19 @@ def train(
 
 def iterating_in_fp64() -> Any:
     """Return a context in which Muon makes fp64 of what it makes bf16 of."""
-    return mock.patch.object(Tensor, "bfloat16", Tensor.double)
+    contexts = contextlib.ExitStack()
+    contexts.enter_context(mock.patch.object(Tensor, "bfloat16", Tensor.double))
+    contexts.enter_context(mock.patch.object(_muon, "torch", _InFP64()))  # from torch 2.15 on, it calls to()
+    return contexts
+
+
+class _InFP64:
+    """torch, in which bfloat16 is fp64."""
+
+    bfloat16 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 Parts = list[tuple[nn.Parameter, int | None]]  # one matrix: parameters below each other, or one expert's part of one

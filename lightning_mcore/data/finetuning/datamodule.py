@@ -434,11 +434,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
         """Return a line with the counts of used, cut and dropped samples."""
         if self.packing or samples.statistics.rows:
             return str(samples.statistics)
-        lengths = samples.lengths
-        counts = str(samples.statistics).partition(";")
+        statistics, lengths = samples.statistics, samples.lengths
+        counts = str(statistics).partition(";")
         return (
-            f"{len(lengths):,} of {samples.statistics.samples:,} samples, one in a row, {lengths.sum():,} tokens,"
-            f" {lengths.mean():.1f} on average and {lengths.max()} at most{counts[1]}{counts[2]}"
+            f"{statistics.samples - statistics.left_out:,} of {statistics.samples:,} samples in {len(lengths):,} rows,"
+            f" not packed, {lengths.sum():,} tokens, {lengths.mean():.1f} on average and {lengths.max()} at most"
+            f"{counts[1]}{counts[2]}"
         )
 
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:

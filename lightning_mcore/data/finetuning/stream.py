@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.text import counted
 from lightning_mcore.data.checked_files import first_change, named_fingerprints
 from lightning_mcore.data.finetuning.stream_dealing import RowDealer
 from lightning_mcore.data.finetuning.stream_reader import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
@@ -194,10 +195,11 @@ class StreamLoader:
         )
         if not statistics.packed:
             return f"{files} has nothing to learn ({statistics}); give rows with answers"
+        needed = settings.batch_size
         return (
-            f"the stream of {files} has {rows} rows, too few for a batch: each of {self._ranks} data-parallel ranks"
-            f" needs {settings.batch_size} rows from one of its {readers} readers, {settings.batch_size * self._ranks}"
-            f" on all of them ({statistics}); give more data, or lower batch_size, num_workers or the number of ranks"
+            f"the stream of {files} has {counted(rows, 'row')}, too few for a batch: each of {self._ranks}"
+            f" data-parallel ranks needs {counted(needed, 'row')} from one of its {counted(readers, 'reader')},"
+            f" {needed * self._ranks} on all of them ({statistics}); give more data, or lower batch_size, num_workers or the number of ranks"
         )
 
 

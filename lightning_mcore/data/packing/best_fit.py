@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mcore.config.text import counted
 from lightning_mcore.config.value_checks import neighbours, require_choice, require_size
 from lightning_mcore.parallel.context import segment_widths
 
@@ -110,14 +111,14 @@ class PackingStatistics:
         return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def __str__(self) -> str:
-        filled = f", {self.fill:.2%} filled" if self.rows else ""
-        said = f"packed {self.packed:,} of {self.samples:,} samples, {self.tokens:,} tokens, into {self.rows:,} rows"
+        rows = counted(self.rows, "row") + (f", {self.fill:.2%} filled" if self.rows else "")
         counts = (
             (self.cut, f"cut {self.cut:,} that were longer than a row by {self.cut_tokens:,} tokens"),
             (self.split, f"split {self.split:,} that were longer than a row into {self.pieces:,} pieces"),
             *((getattr(self, name), f"left out {getattr(self, name):,} {why}") for name, why in _LEFT_OUT.items()),
         )
-        return "; ".join([said + filled, *(text for count, text in counts if count)])
+        said = f"packed {self.packed:,} of {self.samples:,} samples, {self.tokens:,} tokens, into {rows}"
+        return "; ".join([said, *(text for count, text in counts if count)])
 
 
 Overlong = Literal["error", "cut", "split"]
