@@ -76,7 +76,7 @@ class Scenario:
         plan = self.plan
         words = [self.door, plan.layout, "async" if plan.asynchronous else "sync", plan.fault, plan.place]
         words.append(f"rank{plan.rank}" if plan.rank >= 0 else "all")
-        flags = {"again": plan.again, "rescue": plan.rescue, "port": self.port_in_use}
+        flags = {"again": plan.again, "rescue": plan.rescue, "lingers": plan.lingers, "port": self.port_in_use}
         return "-".join([*words, *(flag for flag, is_set in flags.items() if is_set)])
 
     @property
@@ -124,6 +124,11 @@ def short_table() -> list[Scenario]:
         Scenario(Plan("ValueError", rank=-1, again=True), expected=DONE),
         Scenario(Plan("ValueError", rank=1, again=True), expected=REFUSED),
         Scenario(Plan("ValueError", "on_fit_end", rank=1), LAUNCHER),
+        Scenario(
+            Plan("ValueError", rank=1, lingers=True),
+            LAUNCHER,
+            sentence=r"has not ended by itself in 10 s(.|\n)*before the run",
+        ),
         Scenario(
             Plan("ValueError", "end", rank=1), LAUNCHER, sentence=rf"ValueError: {SAYING}(.|\n)*rank 1 of this machine"
         ),

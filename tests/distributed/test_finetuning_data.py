@@ -199,7 +199,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # in files, in rows, and in o
     "long": ({"train_files": "long"}, "take more than the 64 tokens of a row"),
     "long-on-rank-1": ({"train_files": "long", "streaming": True, "shuffle_buffer": 1}, "row 9 of"),
     "small": ({"train_files": "small"}, "the dataset has 1 rows"),
-    "small-stream": ({"train_files": "small", "streaming": True}, "has 1 rows, too few for a batch"),
+    "small-stream": ({"train_files": "small", "streaming": True}, "has 1 row, too few for a batch"),
     "columns-stream": ({"train_files": "columns", "streaming": True}, "has the columns answer, prompt but"),
     "row": ({"train_files": "small", "seq_length": 66, "strategy": CP2}, "seq_length=66"),
 }

@@ -4,6 +4,7 @@
 ``tests/faults.py`` starts it, on each rank or through Lightning's launcher, and judges how the ranks end.
 """
 
+import atexit
 import ctypes
 import dataclasses
 import json
@@ -11,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -49,6 +51,7 @@ class Plan:
         asynchronous: Whether saves are, with one in flight all the time.
         again: Whether the script catches what leaves ``fit`` and calls it a second time.
         rescue: Whether a checkpoint is to be saved when an exception is raised.
+        lingers: Whether an exit handler of the script waits for ever.
         folder: Where it writes.
     """
 
@@ -59,6 +62,7 @@ class Plan:
     asynchronous: bool = False
     again: bool = False
     rescue: bool = False
+    lingers: bool = False
     folder: str = ""
 
     def dumps(self) -> str:
@@ -281,6 +285,9 @@ def main(text: str) -> None:
     Path(plan.folder, f"process_{run.rank}").write_text(str(os.getpid()))
     if plan.asynchronous:
         checkpoint_save.write_pieces = _slow_writer(checkpoint_save.write_pieces)
+    if plan.lingers:
+        atexit.register(threading.Event().wait)
+        print("before the run")  # in a buffer
     run.at("script")
     try:
         _fit(run)
