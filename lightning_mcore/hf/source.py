@@ -355,9 +355,8 @@ def pretrained_settings(
     given = dict(transformer or {})
     if given.get("num_moe_experts") and not settings["transformer"].get("num_moe_experts"):
         raise ValueError(
-            f"transformer has num_moe_experts={given['num_moe_experts']}, but {path} is a dense model, whose weights"
-            " have no experts; leave it out, or first write a folder that has them (as Qwen3MoeForCausalLM, for"
-            " example)"
+            f"transformer has num_moe_experts={given['num_moe_experts']}, but the model at {path} has no experts;"
+            " leave the field out, or first convert the model to one with experts, such as Qwen3MoeForCausalLM"
         )
     settings["transformer"] = {**settings["transformer"], **given}
     return {**settings, "seq_length": settings["seq_length"] if seq_length is None else seq_length}

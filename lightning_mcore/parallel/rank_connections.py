@@ -29,6 +29,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.distributed_c10d import Store
 
 from lightning_mcore.parallel import consensus
+from lightning_mcore.parallel.rank_process import named_ranks
 
 T = TypeVar("T")
 
@@ -155,9 +156,7 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
 
 
 def _some_of(ranks: list[int], size: int) -> str:
-    """Return ranks as text; only the first eight are named."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more} of {size}"
+    return f"{named_ranks(ranks)} of {size}"
 
 
 def _find_store(place: ClusterEnvironment, deadline: float, timeout: float) -> Store:

@@ -49,6 +49,12 @@ def without_a_word(rank: int) -> str:
     return f"rank {rank} ended without an error message (killed, out of memory, or a crash outside Python)"
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as ``ranks 0, 1``; only the first eight are named."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+
+
 def is_of_a_connection(error: BaseException) -> bool:
     """Return whether an error may come from a collective whose peer has ended."""
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in ("peer", "gloo", "nccl"))

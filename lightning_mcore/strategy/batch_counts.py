@@ -36,6 +36,7 @@ from lightning_mcore.data.position import TrackedSampler
 from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.consensus import all_gather_object, all_true
 from lightning_mcore.parallel.groups import copies_share_experts, process_group
+from lightning_mcore.parallel.rank_process import named_ranks
 
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -127,14 +128,14 @@ class BatchCounts:
         prefix = stage.dataloader_prefix
         for ranks in groups.values():
             for index in range(len(limits)):
-                name = f"{prefix}_dataloader {index}" if len(limits) > 1 else f"{prefix}_dataloader"
+                name = _name(prefix, index, len(limits))
                 of_loader = {rank: numbers[index] for rank, numbers in ranks.items()}
                 _check_equal(f"the {name}", of_loader, f"limit_{prefix}_batches")
 
     # ---- streams
 
     def begin(self, loader: Any, inner: Iterator[Any]) -> Iterator[Any]:
-        """Begin a pass of Lightning's loops over a loader, whose batches ``inner`` reads for this model copy."""
+        """Begin a pass of Lightning's loops over a loader; ``inner`` gives this model copy's batches."""
         kind = self._kind_of_pass(loader)
         return inner if kind is None else kind(self, loader, inner)
 
@@ -174,7 +175,7 @@ class BatchCounts:
         if not any(have):
             return ""
         ended = [rank for rank, has in enumerate(have) if not has]
-        which = f"rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended[:8]))}{', ...' if ended[8:] else ''}"
+        which = named_ranks(ended)
         if num_read == 0:
             raise ValueError(
                 f"the {name} has no batch on {which}, but has some on others; give every data-parallel rank rows to"
@@ -339,11 +340,14 @@ def ends_with_its_length(loader: Any) -> bool:
 def loader_name(trainer: pl.Trainer, loader: object) -> str:
     """Return how a user knows a loader, such as ``val_dataloader 1``."""
     assert trainer.state.stage is not None
-    name = f"{trainer.state.stage.dataloader_prefix}_dataloader"
     loop: Any = trainer._active_loop
     all_of_it = loop._combined_loader.flattened if getattr(loop, "_combined_loader", None) is not None else []
     index = next((index for index, other in enumerate(all_of_it) if other is loader), 0)
-    return f"{name} {index}" if len(all_of_it) > 1 else name
+    return _name(trainer.state.stage.dataloader_prefix, index, len(all_of_it))
+
+
+def _name(prefix: str | None, index: int, number: int) -> str:
+    return f"{prefix}_dataloader {index}" if number > 1 else f"{prefix}_dataloader"
 
 
 def _check_equal(what: str, numbers: Mapping[int, float], limit: str) -> None:

@@ -184,7 +184,7 @@ class SameBatches:
 
 def _followed(kind: type, batches: SameBatches) -> Any:
     """Return a subclass of a loader's class, from which Lightning's loops read what all ranks have compared."""
-    # Caches of classes, such as that of Python 3.12's inspect module, must not keep the run and its model
+    # Weakly: Python's inspect module (3.12) caches classes, which would keep the run and its model in memory
     followed = weakref.proxy(batches)
 
     def begin(loader: Any) -> Iterator[Any]:

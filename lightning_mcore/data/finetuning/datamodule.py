@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import packed_row_faults
+from lightning_mcore.config.text import counted
 from lightning_mcore.config.value_checks import require_choice, require_flag, require_size
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.finetuning.conversations import Format, LossOn
@@ -437,9 +438,9 @@ class MCoreFinetuningData(pl.LightningDataModule):
         statistics, lengths = samples.statistics, samples.lengths
         counts = str(statistics).partition(";")
         return (
-            f"{statistics.samples - statistics.left_out:,} of {statistics.samples:,} samples in {len(lengths):,} rows,"
-            f" not packed, {lengths.sum():,} tokens, {lengths.mean():.1f} on average and {lengths.max()} at most"
-            f"{counts[1]}{counts[2]}"
+            f"{statistics.samples - statistics.left_out:,} of {statistics.samples:,} samples in"
+            f" {counted(len(lengths), 'row')}, not packed, {lengths.sum():,} tokens, {lengths.mean():.1f} on average"
+            f" and {lengths.max()} at most{counts[1]}{counts[2]}"
         )
 
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:

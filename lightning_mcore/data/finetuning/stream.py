@@ -185,7 +185,7 @@ class StreamLoader:
         rows = sum(rows for _, rows in found.values())
         if not running.batches:
             raise ValueError(self._why_no_batch(statistics, rows))
-        said = f"; left out {counted(rows, 'row')}, too few for a batch on all ranks" if rows else ""
+        said = f"; left out {counted(rows, 'row')}, too few to give every rank a batch" if rows else ""
         rank_zero_info(f"epoch {running.epoch} of the stream: {statistics}{said}")
 
     def _why_no_batch(self, statistics: PackingStatistics, rows: int) -> str:
@@ -198,9 +198,9 @@ class StreamLoader:
         needed = settings.batch_size
         return (
             f"the stream of {files} has {counted(rows, 'row')}, too few for a batch: each of {self._ranks}"
-            f" data-parallel ranks needs {counted(needed, 'row')} from a single one of its readers ({readers}), and all"
-            f" ranks {needed * self._ranks} ({statistics}); give more data, or lower batch_size, num_workers or the"
-            " number of ranks"
+            f" data-parallel ranks needs {counted(needed, 'row')} from a single reader (it has {readers}),"
+            f" {counted(needed * self._ranks, 'row')} in total ({statistics}); give more data, or lower batch_size,"
+            " num_workers or the number of ranks"
         )
 
 

@@ -73,8 +73,8 @@ def test_a_stream_that_fills_no_batch_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [*exchanges(3), SILENT["empty"]])
     for workers in (0, 2):
         about = (
-            "too few for a batch: each of 1 data-parallel ranks needs 8 rows from a single one of its readers"
-            f" ({max(1, workers)}),"
+            "too few for a batch: each of 1 data-parallel ranks needs 8 rows from a single reader (it has"
+            f" {max(1, workers)}), 8 rows in total"
         )
         refuse(tmp_path, about, batch_size=8, packing=False, num_workers=workers)
 
@@ -113,7 +113,7 @@ def test_a_stream_of_padded_rows_counts_their_tokens(tmp_path: Path, said: list[
     left = 9  # the third sample fills no batch
     assert said == [
         f"epoch 0 of the stream: packed 3 of 3 samples, {tokens + left} tokens, into 3 rows,"
-        f" {(tokens + left) / (places + left):.2%} filled; left out 1 row, too few for a batch on all ranks"
+        f" {(tokens + left) / (places + left):.2%} filled; left out 1 row, too few to give every rank a batch"
     ]
 
 

@@ -124,7 +124,7 @@ def say_what_became_of_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(said) == 1
     assert said[0].startswith("epoch 0 of the stream: packed 61 of 61 samples")
     # 31 and 30 samples, of which each worker leaves out what fills no batch of 7
-    assert said[0].endswith("; left out 5 rows, too few for a batch on all ranks")
+    assert said[0].endswith("; left out 5 rows, too few to give every rank a batch")
 
 
 CASES: dict[str, tuple[int, dict[str, Any], range]] = {
