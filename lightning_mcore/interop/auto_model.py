@@ -194,8 +194,16 @@ class _Call(NamedTuple):
     states: list[tuple[Tensor, Tensor | None]]  # what the output layer gets, if the call computes losses in chunks
 
 
-_NEEDS_OTHER_CACHE: dict[str, Any] = {"assistant_model": None, "prompt_lookup_num_tokens": None, "guidance_scale": 1.0}
+_NEEDS_OTHER_CACHE: dict[str, Any] = {
+    "assistant_model": None,
+    "prompt_lookup_num_tokens": None,
+    "guidance_scale": 1.0,
+    "prefill_chunk_size": None,
+}
 """Arguments of transformers' ``generate`` that are not supported, and the value at which each has no effect."""
+
+_NOT_GENERATED = ("output_hidden_states", "output_attentions", "token_healing", "position_ids")
+"""More of them, which are not supported with or without a cache."""
 
 
 class HFModel(nn.Module):
@@ -475,6 +483,10 @@ class HFModel(nn.Module):
                     f"generate() got {name}, which needs transformers' own cache, while this model has another one;"
                     " leave it out"
                 )
+        for name in _NOT_GENERATED:
+            value = arguments.get(name, getattr(config, name, None))
+            if value is not None and value is not False:  # position_ids are a tensor
+                raise ValueError(f"generate() got {name}, which is not supported; leave it out")
         if self.suffix:
             raise TypeError("generate() needs logits over the vocabulary; give head='causal-lm' to hf_model()")
         if self.pipeline.is_active and self.pipeline.is_staged:

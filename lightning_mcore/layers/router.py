@@ -61,6 +61,13 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         scores: Tensor = super().gating(input.to(torch.promote_types(input.dtype, self.weight.dtype)))
         return scores
 
+    def apply_input_jitter(self, input: Tensor) -> Tensor:
+        """Return the input with noise in training only; Megatron also adds it in evaluation."""
+        if not self.training:
+            return input
+        noisy: Tensor = super().apply_input_jitter(input)
+        return noisy
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token: weights and a bool choice, both [tokens, experts].
 

@@ -283,12 +283,29 @@ def _scale_in_place(
         torch._foreach_mul_(list(lists[0]), scale)
 
 
+def _drops_the_last_tokens(drop: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    """Wrap ``apply_router_token_dropping``: among equal numbers, topk takes the first on CUDA, any on the CPU."""
+
+    @functools.wraps(drop)
+    def call(probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("drop_policy") != "position":
+            return drop(probs, routing_map, *args, **kwargs)
+        # Of 3 tokens, the first and last of which chose an expert, the order is 6 2 4: the last is dropped first
+        tokens = len(routing_map)
+        order = routing_map * tokens + torch.arange(tokens, 0, -1)[:, None]
+        _, kept = drop(order, routing_map, *args, **{**kwargs, "drop_policy": "probs"})
+        return probs * kept, kept
+
+    return call
+
+
 def _replacements() -> list[tuple[Any, str, Any]]:
     """Return ``(owner, attribute, replacement)`` with the Megatron code that needs it (0.16.1 to 0.19.2)."""
     cuda = torch.cuda
     is_autocast_enabled, get_autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    router = importlib.import_module("megatron.core.transformer.moe.router")
     sharded_tensor = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     fsdp_buffers = importlib.import_module(f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer")
@@ -346,6 +363,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # token_dispatcher: split sizes for gloo's all_to_all
         (moe_utils, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
+        # TopKRouter.routing
+        (router, "apply_router_token_dropping", _drops_the_last_tokens(router.apply_router_token_dropping)),
     ]
 
 

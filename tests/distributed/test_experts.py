@@ -277,6 +277,23 @@ def test_what_needs_rows_of_one_length_says_so_on_every_rank(transformer: dict[s
     assert all("1 x 5 and 1 x 9" in raised.value.errors[rank] for rank in (0, 1))
 
 
+def _losses_with_jitter(jitter: float | None) -> tuple[float, float]:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4}
+    transformer = {**sizes, "moe_input_jitter_eps": jitter, "moe_ffn_hidden_size": 16, "add_bias_linear": False}
+    module = MCoreGPT(64, seq_length=16, transformer={**transformer, "init_method_std": 1.0})
+    trainer = toy.make_trainer({}, max_steps=1)
+    [metrics] = trainer.validate(module, toy.texts(4, 16, 64), verbose=False)
+    trainer.fit(module, toy.texts(4, 16, 64))
+    return metrics["val_loss"], float(trainer.callback_metrics["train_loss"])
+
+
+def test_jitter_of_routers_is_for_training_alone() -> None:
+    [(evaluated, trained)] = run_ranks(1, _losses_with_jitter, 0.9)
+    [(quiet, quiet_trained)] = run_ranks(1, _losses_with_jitter, None)
+    assert evaluated == quiet
+    assert trained != quiet_trained
+
+
 class ValidatesUnequally(MCoreGPT):
     """Validates one row twice on the first half of the data-parallel ranks, and once on the others."""
 

@@ -154,6 +154,7 @@ def check_fields(
         if name in given and device_type not in ("cuda", None):
             raise ValueError(f"{name}={given[name]!r} needs CUDA, and this run is on {device_type!r}; leave it out")
     _check_combinations(config)
+    _check_dropped_tokens(config, device_type)
     if transformer_impl is not None:
         # It has no effect but on how weights start, and MCoreGPT sets it for layers of one part
         known = {"is_hybrid_model"} if architecture_of(config).has_half_layers else set()
@@ -271,6 +272,17 @@ def _check_combinations(config: "TransformerConfig") -> None:
         raise ValueError(
             f"fp32_residual_connection=True with pipeline_model_parallel_size={config.pipeline_model_parallel_size}"
             f" would send fp32 where {config.pipeline_dtype} is expected; choose 32-true or one stage"
+        )
+
+
+def _check_dropped_tokens(config: "TransformerConfig", device_type: str | None) -> None:
+    """Reject split experts on the CPU whose ranks keep unequal numbers of tokens; see also ``expert_faults``."""
+    capacity, size = config.moe_expert_capacity_factor, config.tensor_model_parallel_size
+    split = device_type == "cpu" and size > 1 and config.expert_model_parallel_size == 1
+    if config.num_moe_experts and capacity is not None and split and not config.moe_pad_expert_input_to_capacity:
+        raise ValueError(
+            f"moe_expert_capacity_factor={capacity} with tensor_model_parallel_size={size} needs collectives of uneven"
+            " sizes, which gloo does not have on the CPU; set moe_pad_expert_input_to_capacity=True"
         )
 
 

@@ -168,6 +168,8 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
         {"num_moe_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": [0.01]},
         {"num_moe_experts": 2, "moe_aux_loss_coeff": -0.01},
         {"num_moe_experts": 2, "moe_router_topk": 0},
+        {"num_moe_experts": 2, "moe_expert_capacity_factor": 1.0, "tensor_model_parallel_size": 2}
+        | {"moe_token_dispatcher_type": "alltoall", "expert_tensor_parallel_size": 2},
         {"num_moe_experts": 2, "moe_layer_freq": 0},
         {"apply_residual_connection_post_layernorm": True},
         {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": True},
@@ -179,6 +181,14 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
 def test_combinations_that_megatron_would_compute_wrongly_are_refused(fields: dict[str, Any]) -> None:
     with refuses(ValueError, *fields):
         check_backend(config_of(**fields), "local", "cpu")
+
+
+def test_split_experts_may_drop_tokens_on_a_gpu_and_with_padding_on_the_cpu() -> None:
+    fields = {"num_moe_experts": 2, "moe_expert_capacity_factor": 1.0, "moe_token_dispatcher_type": "alltoall"}
+    split = {**fields, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    check_fields(config_of(**split), "local", "cuda")
+    check_fields(config_of(**split, moe_pad_expert_input_to_capacity=True), "local", "cpu")
+    check_fields(config_of(**fields, expert_model_parallel_size=2), "local", "cpu")
 
 
 def test_quantile_balancing_is_for_releases_that_have_it() -> None:

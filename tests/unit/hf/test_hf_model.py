@@ -393,6 +393,25 @@ def test_generation_with_a_cache_of_transformers_is_refused_by_name(model: HFMod
             model.generate(IDS, generation_config=GenerationConfig(max_new_tokens=1, **given))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+        {"token_healing": True},
+        {"prefill_chunk_size": 2},
+        {"position_ids": torch.arange(4)[None]},
+    ],
+)
+def test_other_arguments_that_generation_does_not_follow_are_refused_by_name(
+    model: HFModel, given: dict[str, Any]
+) -> None:
+    with refuses(ValueError, *given):
+        model.generate(IDS, max_new_tokens=1, **given)
+    off = {name: False for name, value in given.items() if value is True}
+    assert model.generate(IDS, max_new_tokens=1, pad_token_id=0, **off).size(1) == IDS.size(1) + 1
+
+
 def test_prompts_with_padding_on_the_right_are_refused(model: HFModel) -> None:
     with refuses(ValueError, "with padding on the right"):
         model.generate(IDS, attention_mask=torch.tensor([[1, 1, 1, 0]]), max_new_tokens=1, pad_token_id=0)

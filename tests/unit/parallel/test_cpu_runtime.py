@@ -17,7 +17,7 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, router
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -241,6 +241,21 @@ def test_the_warning_that_two_generators_are_one_is_dropped_and_no_other(
         logger.warning("CPU RNG state changed within GPU RNG context")
         logger.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_full_experts_drop_the_last_tokens_by_position(runtime: None, pads: bool) -> None:
+    chosen = torch.zeros(64, 4, dtype=torch.bool)
+    chosen[10:40, 0] = chosen[:3, 1] = True  # 30 tokens choose the first expert, and 3 the second
+    probs = chosen * torch.rand(64, 4, generator=torch.Generator().manual_seed(1))
+    kept_probs, kept = router.apply_router_token_dropping(
+        probs, chosen, router_topk=1, capacity_factor=1.0, drop_policy="position", pad_to_capacity=pads
+    )
+    expected = torch.zeros_like(chosen)
+    expected[10:26, 0] = expected[:3, 1] = True
+    assert torch.equal(kept & chosen, expected)
+    assert torch.equal(kept.sum(0), torch.tensor([16, 16 if pads else 3, *([16 if pads else 0] * 2)]))
+    assert torch.equal(kept_probs, probs * expected)
 
 
 def test_a_sharded_tensor_is_made_on_the_cpu(runtime: None) -> None:
