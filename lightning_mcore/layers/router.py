@@ -152,8 +152,12 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert for its bias; ``routing_map`` is [tokens, experts] bool.
 
+        The bias of a frozen router stays as it is: without counts, it is not moved.
+
         Source: Megatron applies a mask of [tokens] to [tokens, experts] (0.16.1 and 0.19.2).
         """
+        if not self.weight.requires_grad:
+            return
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
     def _maintain_float32_expert_bias(self) -> None:

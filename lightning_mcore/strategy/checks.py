@@ -132,9 +132,20 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
         raise_first(precision_faults(asked, precision.precision))
         if module.trainer.state.fn == TrainerFn.FITTING:
             require_size("accumulate_grad_batches", module.trainer.accumulate_grad_batches)
+            _check_validation_time(module.trainer, world_size)
             if strategy.micro_batch_size is None:
                 layout.validate_microbatches(module.trainer.accumulate_grad_batches, strategy.microbatch_group_size)
             check_callbacks(module, strategy.gradients.distributed, isinstance(module, MCoreModule), sharding)
+
+
+def _check_validation_time(trainer: pl.Trainer, world_size: int) -> None:
+    """Reject validation at a time, which Lightning lets each rank measure by its own clock."""
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    if seconds is not None and world_size > 1:
+        raise ValueError(
+            f"val_check_interval={timedelta(seconds=seconds)} is a time, which each of {world_size} ranks measures by"
+            " its own clock, so they would validate after different batches; give a number of batches"
+        )
 
 
 def _check_module(module: pl.LightningModule, layout: ParallelLayout, sharding: str | None) -> None:

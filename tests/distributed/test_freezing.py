@@ -115,6 +115,16 @@ def wanted() -> tuple[list[float], dict[str, Tensor]]:
     return steps_of_transformers(str(tiny_folder("llama")), PARTS, 4)
 
 
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(moe=True, dp=2, ep=2)], ids=lambda layout: layout.id)
+def test_the_experts_bias_of_a_frozen_router_stays(layout: Layout, tmp_path: Path) -> None:
+    folder, rate = tiny_folder("deepseek_v3"), {"moe_router_bias_update_rate": 0.05}
+    run_ranks(2, train, str(folder), layout, ["layers.3."], 2, hf=str(tmp_path / "hf"), fields=rate, timeout=120)
+    base, found = dict(read_tensors(folder)), dict(read_tensors(tmp_path / "hf"))
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, base[name])}
+    assert changed == {name for name in base if "layers.3." in name}
+    assert "model.layers.3.mlp.gate.e_score_correction_bias" in changed
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
 def test_what_is_not_frozen_is_trained_as_by_transformers(
     layout: Layout, wanted: tuple[list[float], dict[str, Tensor]], tmp_path: Path

@@ -187,6 +187,7 @@ def gpt(**transformer: Any) -> Callable[[], pl.LightningModule]:
 
 BEFORE_GROUPS: dict[str, Case] = {
     "accumulation": Case(trainer={"accumulate_grad_batches": 0}),
+    "validation-at-a-time": Case(trainer={"val_check_interval": "00:00:00:01", "check_val_every_n_epoch": None}),
     "world": Case(strategy={TP: 3}),
     "layers": Case(strategy={PP: 2}, module=gpt(num_layers=3)),
     "layers-before-the-world": Case(strategy={PP: 3}, module=gpt(num_layers=4)),
