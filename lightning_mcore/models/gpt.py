@@ -20,6 +20,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any, Literal, Self
 
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.parsing import AttributeDict
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -331,6 +332,7 @@ class MCoreGPT(SpeedLogs):
         learned_positions = self._positions["position_embedding_type"] == "learned_absolute"
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"], learned_positions)
         check_normalization(self.loss_normalization, config)
+        self._check_finder()
         is_new = self._trainer is not None and not (self.hparams["hf"] or self._resumes or hasattr(self, "model"))
         is_own = type(self).configure_model.__module__.startswith("lightning_mcore.")  # another may load weights
         if is_new and is_own and not config.perform_initialization:
@@ -359,6 +361,16 @@ class MCoreGPT(SpeedLogs):
             # A resumed run takes its adapters from its checkpoint, so the folder may be gone
             given = [] if self._adapter is None or self._resumes else [self._adapter]
             check_folders(self._starts_from, [*self._merged, *given], self._given_family)
+
+    def _check_finder(self) -> None:
+        """Reject a callback whose learning rate the schedule, which exists by then, would replace after one step."""
+        for callback in self.trainer.callbacks if self._trainer is not None else ():  # type: ignore[attr-defined]
+            if isinstance(callback, LearningRateFinder) and not callback._early_exit:  # as that of Tuner does
+                raise ValueError(
+                    f"{type(callback).__name__} sets a learning rate for one step, after which the schedule of the"
+                    " recipe goes on with its own; remove the callback, and call Tuner(trainer).lr_find(model, data)"
+                    " before fit, which sets recipe.learning_rate"
+                )
 
     def configure_model(self) -> None:
         """Build this rank's chunks, then read weights, freeze them and add adapters, in this order."""

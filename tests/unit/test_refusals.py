@@ -17,7 +17,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -225,6 +230,7 @@ BEFORE_GROUPS: dict[str, Case] = {
     "half-a-group": Case(
         strategy={PP: 2, VP: 2, "microbatch_group_size_per_vp_stage": 4}, trainer={"accumulate_grad_batches": 2}
     ),
+    "finder-as-a-callback": Case(trainer={"callbacks": [LearningRateFinder()]}, module=gpt()),
     "ema-of-a-pipeline": Case(trainer={"callbacks": [EMAWeightAveraging()]}),
     "swa-of-a-pipeline": Case(trainer={"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}),
     "swa-of-what-is-built-later": Case(
