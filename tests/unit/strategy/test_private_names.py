@@ -15,7 +15,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import (
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelSummary,
+    RichProgressBar,
+    WeightAveraging,
+)
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -60,6 +66,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_foreach_norm": torch,
     "_forward_impl": ColumnParallelLinear,
     "_apply_scaling": RotaryEmbedding,
+    "_early_exit": LearningRateFinder,
     "_make_forward_pre_hook": DistributedDataParallel,
     "_batches_that_stepped": _TrainingEpochLoop,
     "_replace_param_with_distributed_if_needed": MegatronFSDP,
