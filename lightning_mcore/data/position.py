@@ -17,10 +17,11 @@ were consumed. The offset makes up the difference.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Generator, Tensor
@@ -194,10 +195,11 @@ class PositionTracker:
                     f"the rest of this epoch skips {skipped} more samples, because the checkpoint was taken with"
                     " another global batch size"
                 )
-            order = list(map(int, sampler.evened_out(order, position.consumed)))
-        return self._in_batches(deal(order, position.consumed, self._ranks, sampler.rank, sampler.drop_last))
+            order = sampler.evened_out(order, position.consumed)
+        rest = deal(order, position.consumed, self._ranks, sampler.rank, sampler.drop_last)
+        return self._in_batches(map(int, rest) if isinstance(order, np.ndarray) else rest)
 
-    def _in_batches(self, indices: Sequence[Any]) -> Any:
+    def _in_batches(self, indices: Iterable[Any]) -> Any:
         """Return indices in batches, with or without a short last one; or as they are if each makes a batch."""
         if self._slot == "sampler":
             return indices

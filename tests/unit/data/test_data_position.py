@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from lightning_mcore.data.global_order import deal, global_order, rank_share
 from lightning_mcore.data.loop_progress import batches_in_pass
 from lightning_mcore.data.position import LoaderRandomState, Position, PositionTracker, TrackedSampler
+from lightning_mcore.data.sampling import GlobalOrderSampler
 from lightning_mcore.parallel.random_state import pick, put_common, take_common
 from tests.support.ranks import in_a_rank
 
@@ -36,20 +37,30 @@ def test_a_whole_epoch_is_dealt_as_torch_deals_it(ranks: int, size: int, drop_la
         sampler.set_epoch(2)
         order = global_order(sampler)
         assert sorted(order) == list(range(size))
-        assert deal(order, 0, ranks, sampler.rank, drop_last) == list(sampler)
+        assert list(deal(order, 0, ranks, sampler.rank, drop_last)) == list(sampler)
         assert rank_share(size, 0, ranks, drop_last) == len(sampler)
 
 
 @pytest.mark.parametrize(("consumed", "ranks"), [(0, 3), (4, 1), (4, 2), (5, 4), (11, 4), (12, 4), (13, 2), (20, 2)])
 def test_what_is_left_is_dealt_once(consumed: int, ranks: int) -> None:
     order = [3 * index % 13 for index in range(13)]
-    parts = [deal(order, consumed, ranks, rank, False) for rank in range(ranks)]
+    parts = [list(deal(order, consumed, ranks, rank, False)) for rank in range(ranks)]
     assert {len(part) for part in parts} == {rank_share(13, consumed, ranks, False)}
     together = [index for turn in zip(*parts, strict=True) for index in turn]
     left = order[consumed:]
     assert together[: len(left)] == left
     assert together[len(left) :] == order[: len(together) - len(left)]
     assert len(together) - len(left) < ranks
+
+
+def test_the_rest_of_billions_of_samples_is_dealt_without_a_list_of_them() -> None:
+    samples: Any = range(3 * 10**9)
+    sampler = GlobalOrderSampler(samples, 4, 1, 8, shuffle=False, seed=3)
+    loader = DataLoader(samples, 2, sampler=sampler, drop_last=True)
+    position = Position(batches=2**28, ranks=2, batch_size=4, seed=3)
+    tracker = PositionTracker(loader, 4, nothing, position)
+    assert list(itertools.islice(tracker.open_pass(), 2)) == [[2**31 + 1, 2**31 + 5], [2**31 + 9, 2**31 + 13]]
+    assert tracker.current_position(2**28 + 2).consumed == 2**31 + 2 * 8
 
 
 @pytest.mark.parametrize(
