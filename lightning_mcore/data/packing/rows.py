@@ -516,7 +516,7 @@ class TextBlocks(TokenizedSamples):
         name: str,
         first_token: int | None = None,
     ) -> None:
-        self._documents = tokenized.with_format("numpy")
+        self._documents = tokenized
         self._indices = indices
         self._block = row_length + 1
         self._first_token = first_token
@@ -537,13 +537,16 @@ class TextBlocks(TokenizedSamples):
         self.statistics.add_rows(blocks, row_length, blocks * row_length, 0)
 
     def __getitem__(self, index: int) -> TokenSample:
-        start = index * self._block
+        start, stop = index * self._block, (index + 1) * self._block
         # side="right" skips documents that end where the block begins, empty ones included.
-        first, last = np.searchsorted(self._ends, [start, start + self._block - 1], side="right").tolist()
-        read = self._documents[self._indices[first : last + 1].tolist()]["tokens"]
-        tokens = np.concatenate([np.asarray(document, np.int64) for document in read])
-        begins = start - (int(self._ends[first - 1]) if first else 0)
-        tokens = tokens[begins : begins + self._block].copy()
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
+        # Slices of the mapped file: a document may be a whole book, or all of Wikipedia
+        documents, parts = self._documents.data.column("tokens"), []
+        for place in range(first, last + 1):
+            begins = int(self._ends[place - 1]) if place else 0
+            document = documents[int(self._indices[place])].values
+            parts.append(document[max(start - begins, 0) : stop - begins].to_numpy())
+        tokens = np.concatenate(parts).astype(np.int64)
         if self._first_token is not None:
             tokens[0] = self._first_token
         return TokenSample(tokens, None, index)

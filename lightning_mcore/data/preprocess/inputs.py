@@ -42,6 +42,7 @@ _BY_SUFFIX = {
 _NOT_IN_FOLDERS = {".json"}  # in a folder it usually describes the data
 _PATHS_AT_ONCE = 16_000  # characters; a piece must fit into a pipe
 _ROWS_AT_LEAST = 256  # rows of a parquet piece, as the worker reads batches of this size
+_PIECES_AT_MOST = 64  # of a row group; on average, the worker reads half of the group to reach the rows of one
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,9 @@ def _parquet_pieces(file: InputFile, column: str, size: int) -> Iterator[Piece]:
             continue
         text_bytes = part.column(place).total_uncompressed_size
         # About 4 x ``size`` bytes of text: the worker reads the row group from the beginning to reach these rows.
-        rows = max(_ROWS_AT_LEAST, -(-part.num_rows * 4 * size // max(text_bytes, 1)))
+        # A row group of 3 GB would have 750 such pieces, and reading it 375 times takes longer than tokenising it.
+        rows = max(-(-part.num_rows * 4 * size // max(text_bytes, 1)), -(-part.num_rows // _PIECES_AT_MOST))
+        rows = max(rows, _ROWS_AT_LEAST)
         for first in range(0, part.num_rows, rows):
             count = min(rows, part.num_rows - first)
             share = file.size * count // metadata.num_rows  # input_bytes of all pieces add up to about the file

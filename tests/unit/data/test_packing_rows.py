@@ -3,17 +3,19 @@
 
 import logging
 import pickle
+import tracemalloc
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.online import OnlinePacker
-from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows, pack
+from lightning_mcore.data.packing.rows import TextBlocks, build_row, collate_padded, collate_rows, pack
 from tests.support.sentences import refuses
 
 VOCAB = 50
@@ -183,6 +185,22 @@ def test_the_padded_form_holds_a_sample_in_each_row() -> None:
     assert collate_padded(samples, row_length=12)["tokens"].shape == (2, 12)
     with refuses(ValueError, "row_length=4"):
         collate_padded(samples, row_length=4)
+
+
+def test_a_block_of_a_huge_document_reads_only_its_own_tokens() -> None:
+    documents = [[3, 4], [], list(range(300_000)), [5] * 7]
+    sizes = [max(len(tokens) - 1, 0) for tokens in documents]
+    tokenized = Dataset.from_dict({"tokens": documents, "length": sizes})
+    chosen = np.array([0, 1, 2, 3, 0])
+    blocks = TextBlocks(tokenized, chosen, 9, "a book")
+    joined = np.concatenate([documents[row] for row in chosen])
+    tracemalloc.start()
+    found = [blocks[index].tokens for index in (0, 1, 15_000, len(blocks) - 1)]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    for index, tokens in zip((0, 1, 15_000, len(blocks) - 1), found, strict=True):
+        assert tokens.tolist() == joined[10 * index : 10 * index + 10].tolist()
+    assert most < 100_000  # bytes; the document has 2.4 million
 
 
 @pytest.mark.parametrize(

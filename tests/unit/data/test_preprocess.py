@@ -189,6 +189,14 @@ def test_rows_of_one_large_row_group_are_shared_out(folder: Path, tmp_path: Path
     assert list(documents_of(tmp_path / "out")) == [tokenizer.encode(text).ids for text in many]
 
 
+def test_a_row_group_is_not_read_once_for_each_of_thousands_of_pieces(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "many.parquet", {"text": [str(number) for number in range(2**16)]})
+    files, _ = find_inputs([str(tmp_path / "many.parquet")])
+    pieces = list(cut(files, None, "text", 1))
+    assert len(pieces) == 64
+    assert [(piece["first"], piece["rows"]) for piece in pieces] == [(first, 1024) for first in range(0, 2**16, 1024)]
+
+
 @pytest.mark.parametrize("separator", ["\n\n", "<end>", "aba", "x"])
 @pytest.mark.parametrize("size", [1, 5, 17, 1000])
 def test_separators_split_as_python_does_wherever_a_piece_ends(tmp_path: Path, separator: str, size: int) -> None:
