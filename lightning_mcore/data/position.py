@@ -99,11 +99,17 @@ class PositionTracker:
     :meth:`has_same_batches` or :meth:`can_deal` accepts ``resume_at``. A resumed pass sets the common random state back
     when it is opened and started, so ``resume.py`` restores that after both. It also reads and drops the batches of an
     ``IterableDataset``, which has no index to skip to. If this process loads the samples itself (no workers),
-    ``on_request`` is called before each batch of indices, because the dataset may draw random numbers.
+    ``on_request`` is called before each batch of indices, because the dataset may draw random numbers. A loader of a
+    later epoch has no ``resume_at``, but its distributed sampler takes the interrupted run's ``seed`` too.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], ranks: int, on_request: Callable[[], None], resume_at: Position | None = None
+        self,
+        loader: DataLoader[Any],
+        ranks: int,
+        on_request: Callable[[], None],
+        resume_at: Position | None = None,
+        seed: int | None = None,
     ) -> None:
         self._loader = loader
         self._ranks = ranks
@@ -118,8 +124,9 @@ class PositionTracker:
         self._replaced: Any = getattr(loader, self._slot)
         self._users_seed = self._seed
         # The interrupted run has permuted this pass with its own seed, and would have permuted the later ones.
-        if resume_at is not None and resume_at.seed is not None and self._users_seed is not None:
-            self._index_sampler.seed = resume_at.seed
+        seed = seed if resume_at is None else resume_at.seed
+        if seed is not None and self._users_seed is not None:
+            self._index_sampler.seed = seed
         vars(loader)[self._slot] = TrackedSampler(self, self._replaced)  # DataLoader rejects a normal assignment
 
     def detach(self) -> None:

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.parallel.attributes import set_until_closed
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +284,7 @@ def shield_workers(loader: DataLoader[Any], trainer: pl.Trainer, restores: conte
     names = {name for callback in callbacks for name in (*callback.signals, _requeue_signal(trainer)) if name}
     if names and not isinstance(loader.worker_init_fn, _Shield):
         shield = _Shield([signal.Signals[name] for name in names], _process_ends(os.getpid()), loader.worker_init_fn)
-        restores.enter_context(mock.patch.object(loader, "worker_init_fn", shield))
+        set_until_closed(restores, loader, "worker_init_fn", shield)
 
 
 @functools.cache

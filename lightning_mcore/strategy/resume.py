@@ -21,7 +21,8 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.data import loop_progress
 from lightning_mcore.data.loop_progress import LoopProgress
 from lightning_mcore.data.position import Position, PositionTracker
+from lightning_mcore.parallel.attributes import set_until_closed
 from lightning_mcore.parallel.consensus import combine_on_rank0, control_group, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, pick, put, take
@@ -74,7 +76,9 @@ class ExactResume:
     def _forget(self) -> None:
         self._restored: RankState | None = None  # from a checkpoint, until training starts
         self._trackers: dict[int, PositionTracker] = {}  # by the id of the loader
-        self._num_loaders = 0
+        self._num_loaders = 0  # that Lightning has loaded together
+        self._replaced = id(None)  # of the loaders that Lightning replaces by these
+        self._seeds: dict[int, int] = {}  # of the interrupted run's distributed samplers, by number of the loader
         self._window: tuple[int, RandomState] | None = None  # its first batch, and the random state before that
         self._random_of_training: RandomState | None = None  # while validation draws, and after the run
         # States of stateful loaders, taken before they read a batch: the first batch of this window and of the next, by
@@ -181,22 +185,27 @@ class ExactResume:
             self._process_training_loader(loader, trainer)
         elif isinstance(loader, DataLoader) and loader.generator is None:
             own = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
-            self._restores.enter_context(mock.patch.object(loader, "generator", own))
+            set_until_closed(self._restores, loader, "generator", own)
 
     def _seed_workers(self, loader: object) -> None:
         """Seed a loader's workers by data-parallel rank, so that ranks of one model copy augment data alike."""
         seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
         if seeded and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
             seed = partial(pl_worker_init_function, rank=process_group("dp").rank())
-            self._restores.enter_context(mock.patch.object(loader, "worker_init_fn", seed))
+            set_until_closed(self._restores, loader, "worker_init_fn", seed)
         if isinstance(loader, DataLoader) and self._strategy.lightning_module is not None:
             shield_workers(loader, self._strategy.lightning_module.trainer, self._restores)
 
     def _process_training_loader(self, loader: Any, trainer: pl.Trainer) -> None:
         """Track a training loader; Lightning opens it next, with the random states that are set here."""
+        restored = self._restored
+        if (replaced := id(trainer.fit_loop._combined_loader)) != self._replaced:
+            self._num_loaders, self._replaced = 0, replaced
+            # With reload_dataloaders_every_n_epochs, a resumed run loads twice if it asks how many steps there will be.
+            if restored is not None:
+                self._forget_trackers(())
         index = self._num_loaders
         self._num_loaders += 1
-        restored = self._restored
         ranks = self._layout.data_parallel_size(self._strategy.world_size)
         progress: Any = trainer.fit_loop.epoch_progress.current
         epoch = restored.progress.epoch if restored is not None else progress.processed
@@ -206,12 +215,14 @@ class ExactResume:
         opens_now = restored is not None and restored.is_between_epochs and not restored.can_open_later
         if restored is not None and opens_now:  # otherwise on_train_start() restores them, at the end
             put(restored.random, self._strategy.root_device)
-        tracker = None
-        if isinstance(loader, DataLoader) and kind_of(loader) != "stateful":
+        tracker = self._trackers.get(id(loader))  # of a loader that a reload returns again
+        if tracker is None and isinstance(loader, DataLoader) and kind_of(loader) != "stateful":
             position = restored.position(index) if restored is not None else None
-            tracker = PositionTracker(loader, ranks, self.batch_arrives, position)
+            if position is not None and position.seed is not None:
+                self._seeds[index] = position.seed
+            tracker = PositionTracker(loader, ranks, self.batch_arrives, position, self._seeds.get(index))
             self._trackers[id(loader)] = tracker
-            self._restores.callback(tracker.detach)
+            self._restores.callback(_detach, weakref.ref(tracker))
             if position is not None and opens_now:
                 tracker.put_own_states(position.own)
         if restored is not None and restored.progress.in_epoch:
@@ -250,6 +261,7 @@ class ExactResume:
         def keep() -> None:
             fetcher, loaders = fit._data_fetcher, fit._combined_loader.flattened
             number, length = fetcher.fetched, fetcher.length
+            self._forget_trackers(loaders)
             if number == 0:
                 self._states_of_previous_epoch, self._states_before_last = self._states_before_last, None
             # Source: ``_PrefetchDataFetcher`` (2.6) reads one batch ahead if the length is unknown, to find the last.
@@ -267,6 +279,11 @@ class ExactResume:
             before_fetch()
 
         self._restores.enter_context(mock.patch.object(fit.epoch_loop, "_on_before_fetch", keep))
+
+    def _forget_trackers(self, loaders: Iterable[Any]) -> None:
+        """Forget the trackers of loaders that other ones have replaced."""
+        for number in self._trackers.keys() - set(map(id, loaders)):
+            self._trackers.pop(number).detach()
 
     def _continue_epoch(self, fit: Any, restored: RankState) -> None:
         """Continue with the next batch of an epoch."""
@@ -450,6 +467,12 @@ class ExactResume:
         module = self._strategy.lightning_module
         trainer = module._trainer if module is not None else None
         return trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
+
+
+def _detach(tracker: Callable[[], PositionTracker | None]) -> None:
+    """Give a loader back its own sampler, if the loader still exists."""
+    if (existing := tracker()) is not None:
+        existing.detach()
 
 
 def _states(loaders: list[Any], number: int) -> list[Any]:

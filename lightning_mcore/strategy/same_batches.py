@@ -28,6 +28,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_mcore.data.batches import Fact, batch_facts
+from lightning_mcore.parallel.attributes import set_until_closed
 from lightning_mcore.parallel.groups import model_copy_group
 from lightning_mcore.parallel.random_state import RandomState, put_common, take_common
 from lightning_mcore.strategy.batch_counts import BatchCounts, ends_with_its_length, loader_name
@@ -57,7 +58,8 @@ class SameBatches:
         self._strategy = strategy
         self.sends = sends
         self.counts = BatchCounts(strategy)
-        self._compared: list[Any] = []  # loaders whose first batch every rank has read
+        # By id, the loaders whose first batch every rank has read
+        self._compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._restores = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,10 +85,9 @@ class SameBatches:
         if _MARK in vars(kind):  # read in two stages, or after a reload
             return loader
         try:
-            loader.__class__ = _followed(kind, self)
+            set_until_closed(self._restores, loader, "__class__", _followed(kind, self))
         except TypeError:  # a generator, for example
             return _Wrapped(loader, self)
-        self._restores.callback(setattr, loader, "__class__", kind)
         return loader
 
     def teardown(self) -> None:
@@ -105,9 +106,9 @@ class SameBatches:
             return begin()
         if not self.sends:
             return _Pass(self, loader, begin)
-        if not any(other is loader for other in self._compared):
+        if self._compared.get(id(loader)) is not loader:
             # Every rank still reads the first batch: a dataset that shards itself by rank would lose shards otherwise.
-            self._compared.append(loader)
+            self._compared[id(loader)] = loader
             return _Sent(self, loader, _Pass(self, loader, begin))
         return _Sent(self, loader, None, begin() if self.reads else None)
 

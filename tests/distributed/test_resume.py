@@ -531,6 +531,19 @@ CASES: dict[str, Case] = {
         trainer={"max_epochs": 3, **OWN},
         world_size=1,
     ),
+    "reloaded": Case(  # Lightning loads the data twice before a resumed run goes on
+        module=Counting,
+        data=partial(noisy, 16, 2),
+        moments=("batch 6", "epoch 0", "batch 2"),
+        trainer={"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
+    ),
+    "reloaded-again": Case(  # the same loader
+        module=Counting,
+        data=partial(generated, 12, 2, num_workers=1),
+        moments=("batch 2", "batch 8", "epoch 0"),
+        trainer={"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **OWN},
+        world_size=1,
+    ),
     "random-sampler": Case(
         module=Dropping,
         data=partial(shuffled, 12, 2),

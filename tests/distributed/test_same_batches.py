@@ -6,6 +6,8 @@ import os
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, get_worker_info
 
-from lightning_mcore import data_shard
+from lightning_mcore import PreemptionCheckpoint, data_shard
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import CP2, PP2, TP2, Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer
 
@@ -283,3 +285,67 @@ def test_a_cache_of_classes_does_not_keep_a_model() -> None:
 
 def test_one_process_reads_all_of_the_data() -> None:
     assert data_shard(pl.Trainer(accelerator="cpu", devices=1, logger=False)) == (0, 1)
+
+
+class Reloaded(pl.LightningDataModule):
+    """Makes new loaders and datasets for every epoch, and follows which of the datasets still exist."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def train_dataloader(self) -> Any:
+        made = DataLoader(self.make(), batch_size=2)
+        self.made.add(made.dataset)
+        return made
+
+    val_dataloader = train_dataloader
+
+
+class CountDatasets(pl.Callback):
+    """Counts the data module's datasets at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        gc.collect()
+        self.numbers.append(len(trainer.datamodule.made))  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_a_reloaded_loader_replaces_the_one_of_the_last_epoch(tmp_path: Path) -> None:
+    """Else the workers and the datasets of all epochs would stay until the run ends."""
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({}, partial(Samples, 4)),
+        ({"broadcast_batches": True}, partial(Samples, 4)),
+        ({}, partial(Shard, 0, 1, 4)),
+    ]
+    for more, make in cases:
+        count, preemption = CountDatasets(), PreemptionCheckpoint(dirpath=tmp_path)
+        trainer = make_trainer(
+            PP2 | more,
+            callbacks=[count, preemption],
+            enable_checkpointing=True,
+            max_epochs=5,
+            reload_dataloaders_every_n_epochs=1,
+        )
+        pl.seed_everything(1, workers=True, verbose=False)
+        trainer.fit(StagedNet(), datamodule=Reloaded(make))
+        assert count.numbers == [2] * 5, count.numbers
+
+
+@on_ranks(1)
+def test_a_loader_that_a_reload_returns_again_is_tracked_once() -> None:
+    data, seen = loader(8, 2, shuffle=True), []
+    sampler = data.batch_sampler
+
+    class Look(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            seen.append(data.batch_sampler.replaced_sampler is sampler)  # type: ignore[union-attr]
+
+    own = {"use_distributed_sampler": False, "reload_dataloaders_every_n_epochs": 1}
+    make_trainer({}, callbacks=[Look()], max_epochs=3, **own).fit(PlainNet(), data)
+    assert seen == [True] * 3
+    assert data.batch_sampler is sampler
