@@ -87,6 +87,7 @@ class ShardReader(FileSystemReader):
         shapes = {name: tuple(entry.size) for name, entry in weights.items()}
         dtypes = {name: entry.properties.dtype for name, entry in weights.items()}
         self._stored = StoredDtypes.of_tensors(dtypes, shapes)
+        self._sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}  # of a tensor's pieces, by their offsets
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each requested part into its place."""
@@ -153,9 +154,12 @@ class ShardReader(FileSystemReader):
     def _tensor(self, file: int, info: _StorageInfo, index: MetadataIndex) -> Tensor:
         stored = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
+        # Once for each tensor: the experts of all layers may be 15,000 pieces of one
+        if index.fqn not in self._sizes:
+            self._sizes[index.fqn] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in stored.chunks}
+        sizes = self._sizes[index.fqn]
         # An index without an offset is a tensor in one piece.
-        chunks = [chunk for chunk in stored.chunks if index.offset is None or chunk.offsets == index.offset]
-        wanted = tuple(chunks[0].sizes) if chunks else ()
+        wanted = next(iter(sizes.values()), ()) if index.offset is None else sizes.get(tuple(index.offset), ())
         shape = info.stored_shape if isinstance(info, RangeOfPiece) else wanted
         archive = self._map(file, info)
         try:

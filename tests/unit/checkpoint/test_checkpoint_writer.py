@@ -9,16 +9,24 @@ import os
 import random
 import weakref
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from lightning_mcore.checkpoint import writer as checkpoint_writer
 from lightning_mcore.checkpoint.manifest import FileRecord
-from lightning_mcore.checkpoint.writer import Piece, Staging
+from lightning_mcore.checkpoint.reader import ShardReader
+from lightning_mcore.checkpoint.writer import Piece, Staging, write_pieces
 
 BLOCK = 1024
 
@@ -145,3 +153,27 @@ def test_large_tensors_of_a_copy_are_written_from_it(tmp_path: Path, monkeypatch
         direct = sum(count for address, count in written.items() if begin <= address < begin + size)
         assert direct >= (size - (1 << 20) if size > 1 << 20 else 0)
         assert direct == 0 or begin % 4096 == 0
+
+
+class _Counted(list[ChunkStorageMetadata]):
+    """A list that counts how often someone goes through it."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_to_read_a_piece_the_other_pieces_of_its_tensor_are_not_searched(tmp_path: Path) -> None:
+    offsets = [torch.Size([2 * number, 0]) for number in range(50)]
+    pieces = [Piece(MetadataIndex("experts", offset), torch.full((2, 3), float(offset[0]))) for offset in offsets]
+    places, _ = write_pieces(str(tmp_path), "__0_", pieces, {})
+    chunks = _Counted(ChunkStorageMetadata(offset, torch.Size([2, 3])) for offset in offsets)
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([100, 3]), chunks)
+    metadata = Metadata({"experts": entry}, storage_data=places)
+    reader = ShardReader(str(tmp_path), metadata, lambda name: str(tmp_path / name), True, True)
+    before = chunks.passes
+    for offset in offsets:
+        assert torch.equal(reader.read_piece(MetadataIndex("experts", offset)), torch.full((2, 3), float(offset[0])))
+    assert chunks.passes == before + 1  # with 15,000 pieces, a pass for each of them takes minutes
