@@ -347,7 +347,8 @@ class TokensSeen(_ExactMetric):
     @staticmethod
     def _number(batch: Batch | Tensor | int) -> Tensor | int:
         if not isinstance(batch, Mapping):
-            return batch.detach().sum().long() if isinstance(batch, Tensor) else batch
+            # In the mask's own dtype, fp32 would round a sum above 2^24, and bf16 one above 256
+            return batch.detach().sum(dtype=torch.float64).long() if isinstance(batch, Tensor) else batch
         if "cu_seqlens" in batch or "lengths" in batch:
             return _real_tokens(batch) if _context_place()[0] == 0 else 0
         return int(batch["tokens"].numel())

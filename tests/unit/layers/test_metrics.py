@@ -162,6 +162,13 @@ def test_tokens_are_counted_in_a_batch_without_padding_or_given_as_a_number() ->
     assert seen(3) == 16 + 2 + 3
 
 
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1001), (torch.float32, 2**24 + 3), (torch.bool, 1001)])
+def test_the_tokens_of_a_mask_are_counted_exactly_in_any_dtype(dtype: torch.dtype, count: int) -> None:
+    seen = TokensSeen()
+    seen.update(torch.ones(1, dtype=dtype).expand(count))
+    assert seen.compute() == count
+
+
 def test_the_count_of_a_run_outlives_epochs_and_checkpoints() -> None:
     large = 2**40 + 1  # more than fp32 can hold
     first, second = nn.ModuleDict({"seen": TokensSeen()}), nn.ModuleDict({"seen": TokensSeen()})
