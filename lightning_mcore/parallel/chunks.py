@@ -336,8 +336,7 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
             are_lost |= not chunk.close()
             continue
         _remove_forward_hooks(chunk)
-        # Hooks on nodes of a graph that is kept somewhere look up their parameters here, and then do nothing.
-        chunk.grad_accs.clear()
+        _remove_gradient_hooks(chunk)
         chunk.param_to_bucket_group.clear()
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             # Megatron's optimizer, which writes a later save, keeps the buffers, and with this option weights in them.
@@ -351,6 +350,20 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
     for name in _SCHEDULE_FUNCTIONS:
         setattr(chunks.config, name, None)
     return ModelChunks(chunks.config, chunks.bare, chunks.pipeline, are_lost=are_lost)
+
+
+def _remove_gradient_hooks(chunk: Any) -> None:
+    """Remove the hooks that Megatron's wrapper adds to nodes of autograd, in case a graph with them is kept."""
+    # The fp32 shards of Megatron's distributed optimizer are such graphs: views of the weights. Python's garbage
+    # collector does not see through a node, so hook, wrapper and optimizer would keep each other alive.
+    for node in chunk.grad_accs:
+        hooks = node.register_hook(_do_nothing).hooks_dict_ref()  # all of the node's hooks
+        hooks.clear()
+    chunk.grad_accs.clear()
+
+
+def _do_nothing(*_: object) -> None:
+    """Stand in for a hook."""
 
 
 def count_parameters(chunks: ModelChunks, layout: ParallelLayout) -> int:

@@ -3,6 +3,7 @@
 
 import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT
 from lightning_mcore.parallel import groups as process_groups
 from tests.support.ranks import on_ranks
-from tests.support.toy import StagedNet, loader, make_trainer, run_fit
+from tests.support.toy import OVERLAPPED, SHARDED, PlainNet, StagedNet, loader, make_trainer, run_fit
 
+SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 LAYOUTS: list[dict[str, Any]] = [
     {"pipeline_model_parallel_size": 2},
     {"tensor_model_parallel_size": 2},
@@ -33,9 +35,8 @@ def test_the_groups_of_earlier_layouts_are_closed() -> None:
     """Go round the layouts three times, then run a model again whose layout was replaced."""
     counts = []
     rows = [{"tokens": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
-    transformer = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     for layout in [*LAYOUTS, *LAYOUTS, *LAYOUTS]:
-        module = MCoreGPT(vocab_size=16, seq_length=8, transformer=transformer)
+        module = MCoreGPT(vocab_size=16, seq_length=8, transformer=SIZES)
         make_trainer(layout, max_steps=1).fit(module, DataLoader(rows, batch_size=2))
         del module
         counts.append((open_sockets(), len(os.listdir("/proc/self/task"))))
@@ -58,3 +59,16 @@ def test_the_groups_of_earlier_layouts_are_closed() -> None:
     run_fit(StagedNet(), LAYOUTS[1], loader(8, 2), max_steps=1)
     assert process_groups._replaced  # on both ranks, because NCCL destroys a communicator on all of its ranks
     dist.barrier()
+
+
+@on_ranks(1)
+def test_a_sharded_optimizer_is_freed_with_its_trainer() -> None:
+    """Its fp32 shards are views of the weights, so they hold the nodes of autograd to which Megatron adds hooks."""
+    for strategy in (SHARDED, OVERLAPPED):
+        for net in (PlainNet, StagedNet):
+            trainer = make_trainer(strategy, max_steps=1)
+            trainer.fit(net(), loader(4, 2))
+            ended = weakref.ref(trainer)
+            del trainer
+            gc.collect()
+            assert ended() is None
