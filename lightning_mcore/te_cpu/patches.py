@@ -102,6 +102,14 @@ def _made_on_the_cpu(new: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def _stays(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Move a quantized tensor; a device alone changes nothing, because all are the CPU.
+
+    Source: ``_FromMXFP8Func`` and ``_FromNVFP4Func`` (2.20.2) move a tensor to the GPU, where they then dequantize it.
+    """
+    return tensor if not args and kwargs.keys() == {"device"} else torch.Tensor.to(tensor, *args, **kwargs)
+
+
 def patch_transformer_engine() -> None:
     """Change TransformerEngine's modules so that they run on the CPU."""
 
@@ -119,6 +127,7 @@ def patch_transformer_engine() -> None:
         setattr(holder, method, staticmethod(wrapped) if is_static else wrapped)
     quantized = part("quantized_tensor").QuantizedTensor
     quantized.__new__ = _made_on_the_cpu(quantized.__new__)
+    part("quantized_tensor").QuantizedTensorStorage.to = _stays
     distributed = part("distributed")  # recomputation restores the random states of the GPU
     distributed._lazy_init = lambda: None
     distributed._lazy_call = lambda call, **kwargs: call()
