@@ -99,8 +99,9 @@ class PositionTracker:
     :meth:`has_same_batches` or :meth:`can_deal` accepts ``resume_at``. A resumed pass sets the common random state back
     when it is opened and started, so ``resume.py`` restores that after both. It also reads and drops the batches of an
     ``IterableDataset``, which has no index to skip to. If this process loads the samples itself (no workers),
-    ``on_request`` is called before each batch of indices, because the dataset may draw random numbers. A loader of a
-    later epoch has no ``resume_at``, but its distributed sampler takes the interrupted run's ``seed`` too.
+    ``on_request`` is called before each batch of indices, because the dataset may draw random numbers. ``seeds`` has
+    the interrupted run's seed of a distributed sampler by this run's, for loaders of later epochs, without
+    ``resume_at``; a loader with ``resume_at`` adds its own.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class PositionTracker:
         ranks: int,
         on_request: Callable[[], None],
         resume_at: Position | None = None,
-        seed: int | None = None,
+        seeds: dict[int, int] | None = None,
     ) -> None:
         self._loader = loader
         self._ranks = ranks
@@ -124,15 +125,20 @@ class PositionTracker:
         self._replaced: Any = getattr(loader, self._slot)
         self._users_seed = self._seed
         # The interrupted run has permuted this pass with its own seed, and would have permuted the later ones.
-        seed = seed if resume_at is None else resume_at.seed
-        if seed is not None and self._users_seed is not None:
-            self._index_sampler.seed = seed
+        seeds = {} if seeds is None else seeds
+        if self._users_seed is not None:
+            if resume_at is not None and resume_at.seed is not None:
+                seeds[self._users_seed] = resume_at.seed
+            self._index_sampler.seed = seeds.get(self._users_seed, self._users_seed)
         vars(loader)[self._slot] = TrackedSampler(self, self._replaced)  # DataLoader rejects a normal assignment
 
-    def detach(self) -> None:
-        """Give the loader back its own sampler, and the sampler its own seed."""
+    def detach(self, others: Iterable["PositionTracker"] = ()) -> None:
+        """Give the loader back its own sampler, and the sampler its own seed once none of ``others`` has it."""
         vars(self._loader)[self._slot] = self._replaced
-        if self._users_seed is not None:
+        sharing = [other for other in others if other._index_sampler is self._index_sampler]
+        for other in sharing:
+            other._users_seed = self._users_seed
+        if self._users_seed is not None and not sharing:
             self._index_sampler.seed = self._users_seed
 
     def open_pass(self) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.parsing import AttributeDict
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -364,7 +365,9 @@ class MCoreGPT(SpeedLogs):
 
     def _check_finder(self) -> None:
         """Reject a callback whose learning rate the schedule, which exists by then, would replace after one step."""
-        for callback in self.trainer.callbacks if self._trainer is not None else ():  # type: ignore[attr-defined]
+        is_own = type(self).configure_optimizers.__module__.startswith("lightning_mcore.")  # another has no recipe
+        fits = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        for callback in self.trainer.callbacks if fits and is_own else ():  # type: ignore[attr-defined]
             if isinstance(callback, LearningRateFinder) and not callback._early_exit:  # as that of Tuner does
                 raise ValueError(
                     f"{type(callback).__name__} sets a learning rate for one step, after which the schedule of the"

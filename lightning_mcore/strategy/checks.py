@@ -141,7 +141,7 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
 def _check_validation_time(trainer: pl.Trainer, world_size: int) -> None:
     """Reject validation at a time, which Lightning lets each rank measure by its own clock."""
     seconds = getattr(trainer, "_val_check_time_interval", None)
-    if seconds is not None and world_size > 1:
+    if seconds is not None and world_size > 1 and trainer.enable_validation:
         raise ValueError(
             f"val_check_interval={timedelta(seconds=seconds)} is a time, which each of {world_size} ranks measures by"
             " its own clock, so they would validate after different batches; give a number of batches"

@@ -78,7 +78,8 @@ class ExactResume:
         self._trackers: dict[int, PositionTracker] = {}  # by the id of the loader
         self._num_loaders = 0  # that Lightning has loaded together
         self._replaced = id(None)  # of the loaders that Lightning replaces by these
-        self._seeds: dict[int, int] = {}  # of the interrupted run's distributed samplers, by number of the loader
+        # The interrupted run's seeds of distributed samplers, by number of the loader and this run's seed
+        self._seeds: dict[int, dict[int, int]] = {}
         self._window: tuple[int, RandomState] | None = None  # its first batch, and the random state before that
         self._random_of_training: RandomState | None = None  # while validation draws, and after the run
         # States of stateful loaders, taken before they read a batch: the first batch of this window and of the next, by
@@ -218,9 +219,8 @@ class ExactResume:
         tracker = self._trackers.get(id(loader))  # of a loader that a reload returns again
         if tracker is None and isinstance(loader, DataLoader) and kind_of(loader) != "stateful":
             position = restored.position(index) if restored is not None else None
-            if position is not None and position.seed is not None:
-                self._seeds[index] = position.seed
-            tracker = PositionTracker(loader, ranks, self.batch_arrives, position, self._seeds.get(index))
+            seeds = self._seeds.setdefault(index, {})
+            tracker = PositionTracker(loader, ranks, self.batch_arrives, position, seeds)
             self._trackers[id(loader)] = tracker
             self._restores.callback(_detach, weakref.ref(tracker))
             if position is not None and opens_now:
@@ -282,8 +282,10 @@ class ExactResume:
 
     def _forget_trackers(self, loaders: Iterable[Any]) -> None:
         """Forget the trackers of loaders that other ones have replaced."""
-        for number in self._trackers.keys() - set(map(id, loaders)):
-            self._trackers.pop(number).detach()
+        kept = set(map(id, loaders))
+        # The newest first: if two have one sampler, the older knows the user's seed
+        for tracker in [self._trackers.pop(it) for it in reversed([*self._trackers]) if it not in kept]:
+            tracker.detach(self._trackers.values())
 
     def _continue_epoch(self, fit: Any, restored: RankState) -> None:
         """Continue with the next batch of an epoch."""

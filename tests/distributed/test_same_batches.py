@@ -14,7 +14,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from lightning_mcore import PreemptionCheckpoint, data_shard
 from tests.support.ranks import on_ranks, run_ranks
@@ -334,6 +341,49 @@ def test_a_reloaded_loader_replaces_the_one_of_the_last_epoch(tmp_path: Path) ->
         pl.seed_everything(1, workers=True, verbose=False)
         trainer.fit(StagedNet(), datamodule=Reloaded(make))
         assert count.numbers == [2] * 5, count.numbers
+
+
+class Reseeded(pl.LightningDataModule):
+    """Makes a loader for every epoch, around one sampler or around one whose seed is that of the epoch."""
+
+    def __init__(self, seed: int, has_one: bool) -> None:
+        super().__init__()
+        self.has_one = has_one
+        self.sampler = DistributedSampler(Samples(8), 1, 0, seed=seed)
+
+    def train_dataloader(self) -> Any:
+        if not self.has_one:
+            assert self.trainer is not None
+            self.sampler = DistributedSampler(Samples(8), 1, 0, seed=10 * self.trainer.current_epoch)
+        return DataLoader(Samples(8), batch_size=2, sampler=self.sampler)
+
+
+class SaveAt(pl.Callback):
+    """Notes all batches, and saves after a step."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+        self.seen: list[list[int]] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        self.seen.append(batch["index"].tolist())
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@on_ranks(1)
+def test_a_resumed_run_that_reloads_reads_later_epochs_with_the_seeds_of_the_interrupted_run(tmp_path: Path) -> None:
+    for has_one, seed in ((True, 7), (False, 1)):
+        path = tmp_path / str(has_one)
+        whole, rest = SaveAt(6, path), SaveAt(-1, path)
+        for look, own, resumed in ((whole, 1, None), (rest, seed, path)):
+            data = Reseeded(own, has_one)
+            trainer = make_trainer({}, callbacks=[look], max_epochs=4, reload_dataloaders_every_n_epochs=1)
+            trainer.fit(PlainNet(), datamodule=data, ckpt_path=resumed)
+            assert data.sampler.seed == (own if has_one else 30)
+        assert rest.seen == whole.seen[6:], (rest.seen, whole.seen)
 
 
 @on_ranks(1)

@@ -152,6 +152,14 @@ class BuiltLater(PlainNet):
         """Do nothing."""
 
 
+class Validated(StagedNet):
+    """Has batches for validation."""
+
+    def val_dataloader(self) -> Any:
+        """Return them."""
+        return loader(4, 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A run that must be refused.
@@ -192,7 +200,9 @@ def gpt(**transformer: Any) -> Callable[[], pl.LightningModule]:
 
 BEFORE_GROUPS: dict[str, Case] = {
     "accumulation": Case(trainer={"accumulate_grad_batches": 0}),
-    "validation-at-a-time": Case(trainer={"val_check_interval": "00:00:00:01", "check_val_every_n_epoch": None}),
+    "validation-at-a-time": Case(
+        module=Validated, trainer={"val_check_interval": "00:00:00:01", "check_val_every_n_epoch": None}
+    ),
     "world": Case(strategy={TP: 3}),
     "layers": Case(strategy={PP: 2}, module=gpt(num_layers=3)),
     "layers-before-the-world": Case(strategy={PP: 3}, module=gpt(num_layers=4)),
@@ -589,6 +599,31 @@ def test_rows_that_the_layout_does_not_divide() -> None:
         for entry in ("fit", "validate"):
             with refuses(ValueError, f"{length} tokens"):
                 getattr(make_trainer(strategy), entry)(gpt(num_layers=1)(), texts(2, length, 32))
+
+
+@on_ranks(2)
+def test_validation_at_a_time_is_no_matter_without_validation() -> None:
+    times: dict[str, Any] = {"val_check_interval": "00:00:00:01", "check_val_every_n_epoch": None, "max_steps": 1}
+    make_trainer({PP: 2}, limit_val_batches=0, **times).fit(Validated(), loader(4, 2))
+
+
+class OwnOptimizer(MCoreGPT):
+    """Has no schedule that would replace a rate that was found."""
+
+    learning_rate = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer alone."""
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+@on_ranks(1)
+def test_a_learning_rate_finder_is_accepted_where_no_schedule_replaces_its_rate() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 6}
+    finder = LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
+    for kind, entry in ((MCoreGPT, "validate"), (OwnOptimizer, "fit")):
+        trainer = make_trainer({}, callbacks=[finder], max_steps=1)
+        getattr(trainer, entry)(kind(vocab_size=32, seq_length=16, transformer=sizes), texts(2, 16, 32))
 
 
 def _fit_two_stages(step: Callable[[StagedNet, Batch], Any]) -> None:

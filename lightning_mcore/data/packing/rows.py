@@ -545,7 +545,9 @@ class TextBlocks(TokenizedSamples):
         for place in range(first, last + 1):
             begins = int(self._ends[place - 1]) if place else 0
             document = documents[int(self._indices[place])].values
-            parts.append(document[max(start - begins, 0) : stop - begins].to_numpy())
+            # Not behind its own end: a document of its end token alone counts as empty
+            end = min(stop, int(self._ends[place])) - begins
+            parts.append(document[max(start - begins, 0) : end].to_numpy())
         tokens = np.concatenate(parts).astype(np.int64)
         if self._first_token is not None:
             tokens[0] = self._first_token

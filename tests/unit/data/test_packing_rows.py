@@ -187,6 +187,13 @@ def test_the_padded_form_holds_a_sample_in_each_row() -> None:
         collate_padded(samples, row_length=4)
 
 
+def test_a_block_is_as_long_as_the_others_if_a_document_has_only_its_end() -> None:
+    documents = [[1, 2, 3], [9], [4, 5, 6, 7], [], [9], [9], [8] * 9]
+    sizes = [max(len(tokens) - 1, 0) for tokens in documents]
+    blocks = TextBlocks(Dataset.from_dict({"tokens": documents, "length": sizes}), np.arange(7), 4, "texts")
+    assert [blocks[index].tokens.tolist() for index in range(3)] == [[1, 2, 3, 4, 5], [6, 7, 8, 8, 8], [8] * 5]
+
+
 def test_a_block_of_a_huge_document_reads_only_its_own_tokens() -> None:
     documents = [[3, 4], [], list(range(300_000)), [5] * 7]
     sizes = [max(len(tokens) - 1, 0) for tokens in documents]
