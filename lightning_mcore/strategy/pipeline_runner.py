@@ -345,8 +345,8 @@ class PipelineRunner:
             batch = copy.copy(microbatch.batch)  # a step may take entries out of it, and runs for every chunk
             try:
                 output = getattr(self._module, step)(batch, *microbatch.step_arguments)
-            except AssertionError as error:
-                # TransformerEngine's. A microbatch of known shape was checked before, in train().
+            except (AssertionError, ValueError) as error:  # TransformerEngine's: the latter in 2.20
+                # A microbatch of known shape was checked before, in train().
                 if microbatch.shape is None and str(error).startswith("FP8 execution requires"):
                     raise ValueError(without_shape(self._strategy.precision_plugin.fp8, str(error))) from error
                 raise

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.cli import main
@@ -119,8 +120,12 @@ def test_a_forward_pass_keeps_as_many_bytes_as_with_real_numbers(
 @pytest.mark.parametrize("name", ["bf16", *RECIPES, *OTHERS])
 def test_a_step_waits_only_for_its_norm_and_its_logs(found: dict[str, Played | Failure], name: str) -> None:
     lines = {wait.where.split(":")[0] for wait in report_of(found[name]).waits}
-    of_experts = {"megatron/core/transformer/moe/token_dispatcher.py"} if name == "experts" else set()
-    assert lines == {"megatron/core/optimizer/clip_grads.py", "lightning_mcore/strategy/logs/pipeline.py"} | of_experts
+    expected = {"lightning_mcore/strategy/logs/pipeline.py"}
+    if not hasattr(clip_grads, "multi_tensor_scale_tensor_impl"):  # megatron-core 0.19 clips without reading the norm
+        expected.add("megatron/core/optimizer/clip_grads.py")
+    if name == "experts":
+        expected.add("megatron/core/transformer/moe/token_dispatcher.py")
+    assert lines == expected
 
 
 def test_the_status_page_says_what_is_rehearsed() -> None:
