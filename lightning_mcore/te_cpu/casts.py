@@ -3,9 +3,11 @@
 
 FP8 is E4M3 or E5M2, rounded to nearest even and saturated. FP4 is E2M1: sixteen values, two in a byte, the first in the
 lower half. Sources: ``recipe_common.cuh``, ``ptx.cuh`` (``float_to_e8m0``) and
-``quantize_transpose_vector_blockwise_fp4.cu`` of TransformerEngine 2.11.
+``quantize_transpose_vector_blockwise_fp4.cu`` of TransformerEngine 2.11, ``reference_nvfp4.py`` of 2.20.
 """
 
+import functools
+import importlib
 from typing import Any
 
 import torch
@@ -106,6 +108,12 @@ def fp4_values(data: Tensor) -> Tensor:
     return torch.cat((E2M1, -E2M1))[codes]
 
 
+@functools.cache
+def _divides_blocks() -> bool:
+    """Whether a block's largest value is divided by 6, as in TransformerEngine 2.11; 2.20 divides the shared scale."""
+    return bool(importlib.import_module("transformer_engine").__version__.startswith("2.11."))
+
+
 def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) -> tuple[Tensor, Tensor]:
     """Round a matrix [m, n] fp32, n a multiple of 16, to FP4 with the scales of ``nvfp4``.
 
@@ -117,8 +125,8 @@ def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) ->
     # multiplied by 224 / 448 = 0.5: 6 and 0.65, which rounds to 0.5. Read back, that is 12 and 1.
     shared = (torch.full_like(amax, LARGEST_NVFP4) / amax).clamp(max=LARGEST_FP32)
     shared = torch.where((amax == 0) | (shared == 0), 1.0, shared)
-    block = tiles(matrix, rows, 16).abs().amax(dim=(1, 3)) / 6.0
-    scales = cast(block * shared, DType.kFloat8E4M3)
+    block = tiles(matrix, rows, 16).abs().amax(dim=(1, 3))
+    scales = cast(block / 6.0 * shared if _divides_blocks() else block * (shared * (1 / E2M1[-1])), DType.kFloat8E4M3)
     inverse = (1.0 / (scales.view(torch.float8_e4m3fn).float() * (1.0 / shared))).clamp(max=LARGEST_FP32)
     codes = cast_to_fp4(matrix * spread(inverse, matrix.shape, rows, 16), stochastic)
     return codes, spread(scales, (matrix.shape[0], scales.shape[1]), rows, 1)
