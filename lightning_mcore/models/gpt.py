@@ -364,15 +364,15 @@ class MCoreGPT(SpeedLogs):
             check_folders(self._starts_from, [*self._merged, *given], self._given_family)
 
     def _check_finder(self) -> None:
-        """Reject a callback whose learning rate the schedule, which exists by then, would replace after one step."""
+        """Reject Lightning's finder as a callback: the recipe's schedule would replace its rate after one step."""
         is_own = type(self).configure_optimizers.__module__.startswith("lightning_mcore.")  # another has no recipe
         fits = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         for callback in self.trainer.callbacks if fits and is_own else ():  # type: ignore[attr-defined]
-            if isinstance(callback, LearningRateFinder) and not callback._early_exit:  # as that of Tuner does
+            if isinstance(callback, LearningRateFinder) and not callback._early_exit:  # set by Tuner
                 raise ValueError(
-                    f"{type(callback).__name__} sets a learning rate for one step, after which the schedule of the"
-                    " recipe goes on with its own; remove the callback, and call Tuner(trainer).lr_find(model, data)"
-                    " before fit, which sets recipe.learning_rate"
+                    f"{type(callback).__name__} sets the learning rate for one step only, because the recipe's schedule"
+                    " replaces it; remove the callback, and call Tuner(trainer).lr_find(model, data) before fit, which"
+                    " sets recipe.learning_rate"
                 )
 
     def configure_model(self) -> None:

@@ -58,7 +58,7 @@ class SameBatches:
         self._strategy = strategy
         self.sends = sends
         self.counts = BatchCounts(strategy)
-        # By id, the loaders whose first batch every rank has read
+        # The loaders whose first batch every rank has read, by id
         self._compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._restores = contextlib.ExitStack()
 

@@ -125,8 +125,9 @@ def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) ->
     # multiplied by 224 / 448 = 0.5: 6 and 0.65, which rounds to 0.5. Read back, that is 12 and 1.
     shared = (torch.full_like(amax, LARGEST_NVFP4) / amax).clamp(max=LARGEST_FP32)
     shared = torch.where((amax == 0) | (shared == 0), 1.0, shared)
-    block = tiles(matrix, rows, 16).abs().amax(dim=(1, 3))
-    scales = cast(block / 6.0 * shared if _divides_blocks() else block * (shared * (1 / E2M1[-1])), DType.kFloat8E4M3)
+    largest = tiles(matrix, rows, 16).abs().amax(dim=(1, 3))
+    scale = largest / 6.0 * shared if _divides_blocks() else largest * (shared * (1 / E2M1[-1]))
+    scales = cast(scale, DType.kFloat8E4M3)
     inverse = (1.0 / (scales.view(torch.float8_e4m3fn).float() * (1.0 / shared))).clamp(max=LARGEST_FP32)
     codes = cast_to_fp4(matrix * spread(inverse, matrix.shape, rows, 16), stochastic)
     return codes, spread(scales, (matrix.shape[0], scales.shape[1]), rows, 1)

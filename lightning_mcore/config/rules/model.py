@@ -276,7 +276,10 @@ def _check_combinations(config: "TransformerConfig") -> None:
 
 
 def _check_dropped_tokens(config: "TransformerConfig", device_type: str | None) -> None:
-    """Reject split experts on the CPU whose ranks keep unequal numbers of tokens; see also ``expert_faults``."""
+    """Reject dropped tokens on the CPU where tensor-parallel ranks would exchange unequal numbers of them.
+
+    ``expert_faults`` has the same limit for expert parallelism.
+    """
     capacity, size = config.moe_expert_capacity_factor, config.tensor_model_parallel_size
     split = device_type == "cpu" and size > 1 and config.expert_model_parallel_size == 1
     if config.num_moe_experts and capacity is not None and split and not config.moe_pad_expert_input_to_capacity:
