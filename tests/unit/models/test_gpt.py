@@ -250,7 +250,10 @@ def test_a_constant_rate_needs_no_end() -> None:
 
 def test_a_new_model_is_initialized() -> None:
     module = gpt(transformer={**TRANSFORMER, "perform_initialization": False})
-    trainer: Any = SimpleNamespace(ckpt_path="last.ckpt", strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(
+        ckpt_path="last.ckpt", strategy=strategy, state=SimpleNamespace(fn="fit"), callbacks=[]
+    )
     module._trainer = trainer
     module.check_settings()
     trainer.ckpt_path = None
