@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore import LoRA, MCoreGPT
+from lightning_mcore import LoRA, MCoreGPT, MCorePreference
 from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
 from tests.support.hf_models import read_tensors, tiny_folder
@@ -45,6 +45,24 @@ def test_a_file_trains_what_llamafactory_trains(
     }
     assert {name for name in names if any(part in name for part in parts)} == wanted
     MCoreGPT.from_pretrained(folder, train_only=parts).check_settings()
+
+
+def test_a_module_that_some_layers_lack_is_trained_in_the_others() -> None:
+    """Behind Kimi Linear's first layer, experts take the place of its MLP."""
+    folder, keys = str(tiny_folder("kimi_linear")), {"freeze_trainable_layers": -2, "freeze_trainable_modules": "mlp"}
+    parts = trained_parts(FactoryKeys(model_name_or_path=folder, finetuning_type="freeze", **keys))  # type: ignore[arg-type]
+    assert parts == ["model.layers.0.mlp."]
+    MCoreGPT.from_pretrained(folder, train_only=parts).check_settings()
+
+
+@pytest.mark.parametrize("layers", [1, 0])
+def test_the_score_of_a_reward_model_is_always_trained(layers: int) -> None:
+    """LLaMA-Factory adds it after it has frozen the weights. DeepSeek's ``e_score_correction_bias`` is not a score."""
+    folder, keys = str(tiny_folder("deepseek_v3")), {"freeze_trainable_layers": layers}
+    parts = trained_parts(FactoryKeys(model_name_or_path=folder, stage="rm", finetuning_type="freeze", **keys))
+    assert parts == ["model.layers.3."] * layers + ["score.weight"]
+    assert not [name for name, _ in read_tensors(folder) if "score.weight" in name]
+    MCorePreference.from_pretrained(folder, preference={"loss": "reward"}, train_only=parts).check_settings()
 
 
 @pytest.mark.parametrize(
