@@ -123,6 +123,7 @@ class PositionTracker:
         # With batch_size=None a loader has no batch sampler: each index of its sampler makes a batch.
         self._slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._replaced: Any = getattr(loader, self._slot)
+        self._seed_of_pass: int | None = None  # once detached
         self._users_seed = self._seed
         # The interrupted run has permuted this pass with its own seed, and would have permuted the later ones.
         seeds = {} if seeds is None else seeds
@@ -135,6 +136,7 @@ class PositionTracker:
     def detach(self, others: Iterable["PositionTracker"] = ()) -> None:
         """Give the loader back its own sampler, and the sampler its own seed once none of ``others`` has it."""
         vars(self._loader)[self._slot] = self._replaced
+        self._seed_of_pass = self._seed  # for a checkpoint that is saved after the run
         sharing = [other for other in others if other._index_sampler is self._index_sampler]
         for other in sharing:
             other._users_seed = self._users_seed
@@ -278,6 +280,8 @@ class PositionTracker:
     @property
     def _seed(self) -> int | None:
         """The seed of a distributed sampler or a subclass; None for any other."""
+        if self._seed_of_pass is not None:
+            return self._seed_of_pass
         sampler = self._index_sampler
         return sampler.seed if isinstance(sampler, DistributedSampler) else None
 

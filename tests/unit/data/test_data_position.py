@@ -237,6 +237,15 @@ def test_a_position_is_kept_until_something_is_read_behind_it() -> None:
         assert (kept.batches, kept.ranks, kept.started) == (2, 1, position.started)
 
 
+def test_a_position_that_is_asked_for_after_the_run_has_the_seed_of_the_pass() -> None:
+    sampler = DistributedSampler(range(8), 1, 0, seed=99)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(range(8), 2, sampler=sampler)  # type: ignore[arg-type]
+    tracker = PositionTracker(loader, 1, nothing, Position(1, 1, 2, seed=7))
+    next(iter(loader))
+    tracker.detach()
+    assert (sampler.seed, tracker.current_position(2).seed) == (99, 7)
+
+
 def test_a_loader_with_other_generators_is_told_to_the_user() -> None:
     loader = make("generator")
     tracker = PositionTracker(loader, 1, nothing)
