@@ -231,7 +231,7 @@ def read_run(path: str | None, overrides: Sequence[str] = ()) -> FactoryRun:
     _check_datasets(own, train, evaluation)
     ray = RayArguments(**{key: value for key, value in given.items() if key in RAY_KEYS})
     ray.refuse_address()
-    notes = (*notes_of(own), *(vision_notes(own) if sees else ()))
+    notes = (*notes_of(own), *(vision_notes(own, own.train_on_prompt) if sees else ()))
     return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes, ray)
 
 

@@ -97,11 +97,16 @@ def _check_freezing(keys: VisionKeys, finetuning_type: str) -> None:
         )
 
 
-def vision_notes(keys: VisionKeys) -> list[str]:
+def vision_notes(keys: VisionKeys, train_on_prompt: bool) -> list[str]:
     """Return notes about what differs from LLaMA-Factory, for checked keys of a vision-language model."""
-    if keys.freeze_vision_tower == keys.freeze_multi_modal_projector:
-        return []
-    return [
-        "freeze_vision_tower, freeze_multi_modal_projector: the projectors behind inner layers of Qwen3-VL's tower"
-        " belong to the projector here, and to the tower in LLaMA-Factory"
-    ]
+    notes = []
+    if keys.freeze_vision_tower != keys.freeze_multi_modal_projector:
+        notes.append(
+            "freeze_vision_tower, freeze_multi_modal_projector: the projectors behind inner layers of Qwen3-VL's tower"
+            " belong to the projector here, and to the tower in LLaMA-Factory"
+        )
+    if train_on_prompt:
+        notes.append(
+            "train_on_prompt: True is for the text; LLaMA-Factory also trains on the placeholders of images and videos"
+        )
+    return notes

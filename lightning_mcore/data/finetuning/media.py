@@ -43,7 +43,9 @@ def source(file: Stored, media_dir: str, kind: str, name: str) -> str | BytesIO:
         return BytesIO(file["bytes"])
     path = os.path.join(media_dir, file["path"])
     if not os.path.isfile(path):
-        raise UnusableFileError(f"{path}, {kind} of {name}, does not exist; give its path, relative to media_dir")
+        # Instead of a path, some datasets have a whole file in base64.
+        shown = os.path.join(media_dir, file["path"][:300])
+        raise UnusableFileError(f"{shown}, {kind} of {name}, does not exist; give its path, relative to media_dir")
     return path
 
 

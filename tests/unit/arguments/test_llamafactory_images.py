@@ -16,7 +16,7 @@ from lightning_mcore.config.vision import Vision
 from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.hf.source import HFSource, seeing_name
 from tests.support.factory_files import LLAMA3, write_run
-from tests.support.factory_images import FILE, TEMPLATES, write_file
+from tests.support.factory_images import FILE, TEMPLATES, tokenizer, write_file
 from tests.support.sentences import refuses
 
 ROUNDING = 1e-9 if int(PIL.__version__.split(".")[0]) >= 13 else 5e-5
@@ -146,6 +146,19 @@ def test_parts_are_frozen(overrides: list[str], frozen: list[str], tmp_path: Pat
     run = read_run(write_file(tmp_path), overrides)
     assert run.settings().model["freeze"] == frozen
     assert len(run.notes) == ("vision_tower" not in frozen or "multi_modal_projector" not in frozen)
+
+
+def test_a_prompt_is_trained_on_without_its_images(tmp_path: Path) -> None:
+    """A note says so, because LLaMA-Factory trains on all tokens of the prompt."""
+    run = read_run(write_file(tmp_path, dataset="alpaca"), ["train_on_prompt=true"])
+    assert len(run.notes) == 1
+    assert run.notes[0].startswith("train_on_prompt: True is for the text")
+    [batch] = samples(run)
+    learnt = batch["labels"][0][batch["loss_mask"][0] == 1].tolist()
+    image, question = tokenizer().convert_tokens_to_ids(["<|image_pad|>", "?"])
+    assert image in batch["tokens"][0]
+    assert image not in learnt
+    assert question in learnt
 
 
 def test_adapters_are_on_the_language_model_alone(tmp_path: Path) -> None:

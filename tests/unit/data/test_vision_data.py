@@ -141,6 +141,7 @@ ANSWER = ("assistant", "x")
         ("<image>", {"images": []}),
         ("<image>", {"images": ["d.png"]}),
         ("<image>", {"images": ["rows.jsonl"]}),
+        ("<image>", {"images": ["data:image/png;base64," + "A" * 9000]}),
         ("<|image_pad|>", {"images": []}),
         ("<|video_pad|>", {"images": []}),
     ],
