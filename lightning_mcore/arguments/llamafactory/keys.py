@@ -49,7 +49,9 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
     )
     freeze_extra_modules: str | None = option("With ``freeze``: modules outside the layers that are also trained.")
     lora_rank: int = option("Rank of the adapters.", 8)
-    lora_alpha: int | None = option("The scale of the adapters is this divided by the rank; None for twice the rank.")
+    lora_alpha: int | None = option(
+        "The scale of the adapters is this divided by the rank; None or 0 for twice the rank."
+    )
     lora_dropout: float = option("Dropout probability before the adapters.", 0.0)
     lora_target: str = option("``all``, or endings of projection names, separated by commas.", "all")
     use_rslora: bool = option("Divide ``lora_alpha`` by the square root of the rank instead of the rank.", False)
@@ -158,7 +160,7 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
         more = self.additional_target
         return {
             "r": self.lora_rank,
-            "lora_alpha": 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha,
+            "lora_alpha": self.lora_alpha or 2 * self.lora_rank,
             "lora_dropout": self.lora_dropout,
             "target_modules": "all-linear" if self.lora_target == "all" else split_names(self.lora_target),
             "modules_to_save": None if more is None else split_names(more),

@@ -400,6 +400,12 @@ def test_a_ratio_of_learning_rates_is_that_of_the_recipe(adapters_file: str) -> 
     assert (recipe.loraplus_lr_ratio, recipe.loraplus_lr_embedding) == (16, 1e-5)
 
 
+@pytest.mark.parametrize("alpha", ["null", "0"])
+def test_no_alpha_and_an_alpha_of_0_are_twice_the_rank(adapters_file: str, alpha: str) -> None:
+    """As in LLaMA-Factory; adapters with a scale of 0 would never learn."""
+    assert read_run(adapters_file, [f"lora_alpha={alpha}"]).settings().model["lora"]["lora_alpha"] == 16
+
+
 def test_adapters_are_merged_or_continued_as_llamafactory_does(adapters_file: str) -> None:
     """All but the last are merged, with create_new_adapter all of them."""
     new = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
