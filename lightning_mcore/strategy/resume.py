@@ -32,10 +32,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len  # private, but finds every set_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # private: how dataloader_iter is recognized
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_mcore.checkpoint.megatron_lm import MegatronProgress
@@ -52,6 +54,11 @@ from lightning_mcore.strategy.rank_state import LoaderState, RankState, epoch_of
 
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
+
+_LOST_ORDER = (
+    "Lightning's distributed sampler has replaced the sampler of a train dataloader that keeps its own state; set"
+    " Trainer(use_distributed_sampler=False), and give the dataloader torchdata's StatefulDistributedSampler"
+)
 
 
 class ExactResume:
@@ -225,6 +232,8 @@ class ExactResume:
             self._restores.callback(_detach, weakref.ref(tracker))
             if position is not None and opens_now:
                 tracker.put_own_states(position.own)
+        if restored is None and _loses_order(loader):
+            rank_zero_warn(f"this run cannot resume in the middle of an epoch, because {_LOST_ORDER}")
         if restored is not None and restored.progress.in_epoch:
             _check_continues(loader, index, tracker, restored, ranks)
 
@@ -504,6 +513,11 @@ def _check_continues(
             " cannot continue from there; resume with the dataloaders of the run that saved it, or from the end of an"
             " epoch"
         )
+    if restored.progress.batches and _loses_order(loader):
+        raise ValueError(
+            f"the checkpoint was taken after {restored.progress.batches} batches of an epoch whose order it does not"
+            f" contain, because {_LOST_ORDER}; resume from the end of an epoch"
+        )
     position = restored.position(index)
     if tracker is None and kind == "read" and restored.ranks != ranks:
         raise ValueError(_cannot_continue(type(loader).__name__, restored, ranks))
@@ -512,6 +526,12 @@ def _check_continues(
     if not tracker.can_deal(position) or len(restored.kinds) > 1:
         name = "a train dataloader" if tracker.reads_by_index else "an iterable dataset"
         raise ValueError(_cannot_continue(name, restored, ranks, position.batch_size, tracker.batch_size))
+
+
+def _loses_order(loader: Any) -> bool:
+    """Whether Lightning has wrapped the sampler of a loader with its own state, which then lacks the sampler's."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return kind_of(loader) == "stateful" and isinstance(sampler, DistributedSamplerWrapper)
 
 
 def _cannot_continue(

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, Recipe
 from lightning_mcore.checkpoint.files import record_file
 from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.strategy import checkpointing
+from lightning_mcore.strategy import checkpointing, resume
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
@@ -1003,6 +1003,20 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(of_one_ra
     begin_the_next_epoch(of_one_rank, "own", "a train dataloader without Lightning's distributed sampler")
     begin_the_next_epoch(of_one_rank, "reader", "Reader without Lightning's distributed sampler")
     begin_the_next_epoch(of_one_rank, "stateful", "dataloader states from the middle of an epoch on 1")
+
+
+@on_ranks(1)
+def test_a_stateful_loader_whose_sampler_lightning_wraps_cannot_go_on_in_an_epoch(tmp_path: Path) -> None:
+    case = Case(module=Dropping, data=partial(torchdata, 16), trainer={"max_epochs": 2})
+    said: list[str] = []
+    with mock.patch.object(resume, "rank_zero_warn", said.append):  # make_trainer silences Lightning's warnings
+        train(case, str(tmp_path), ("start 1", "batch 2", "epoch 0"))
+    assert len(said) == 1
+    assert "cannot resume in the middle of an epoch" in said[0]
+    with refuses(ValueError, "after 2 batches of an epoch whose order it does not contain"):
+        train(case, str(tmp_path), resume=f"{tmp_path}/batch 2.ckpt")
+    for moment, batch in (("start 1", "0 0 "), ("epoch 0", "1 0 ")):
+        assert train(case, str(tmp_path), resume=f"{tmp_path}/{moment}.ckpt").batches[0].startswith(batch)
 
 
 @on_ranks(1, timeout=120)
