@@ -43,8 +43,18 @@ from lightning_mcore.strategy.preemption import PreemptionCheckpoint
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
-class StepCheckpoint(ModelCheckpoint):
-    """A ``ModelCheckpoint`` that saves every n optimizer steps and after the last step.
+class LimitedCheckpoint(ModelCheckpoint):
+    """A ``ModelCheckpoint`` that keeps no more than ``save_top_k``, as transformers' Trainer does.
+
+    Lightning never removes the checkpoint from which a run resumed, so each resume would leave one more.
+    """
+
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        return previous != current and os.path.dirname(os.path.abspath(previous)) == os.path.abspath(str(self.dirpath))
+
+
+class StepCheckpoint(LimitedCheckpoint):
+    """A checkpoint callback that saves every n optimizer steps and after the last step.
 
     A run of 700 steps with ``save_steps=500`` leaves ``checkpoint-500.ckpt`` and ``checkpoint-700.ckpt``. ``options``
     are other arguments of ``ModelCheckpoint``.
@@ -95,7 +105,10 @@ _CONFIGS = {
     "communication": CommunicationOptions,
     "checkpoint_io": MCoreCheckpointIO,
 }
-_OWN_CALLBACKS = {kind.__name__: kind for kind in (StepCheckpoint, StepEvaluation, SaveHFModel, PreemptionCheckpoint)}
+_OWN_CALLBACKS = {
+    kind.__name__: kind
+    for kind in (LimitedCheckpoint, StepCheckpoint, StepEvaluation, SaveHFModel, PreemptionCheckpoint)
+}
 _LOGGERS = {"tensorboard": "TensorBoardLogger", "csv": "CSVLogger", "mlflow": "MLFlowLogger", "wandb": "WandbLogger"}
 _LOGGING_PACKAGES = ("lightning_mcore", "lightning.pytorch", "transformers")
 

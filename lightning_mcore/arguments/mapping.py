@@ -245,7 +245,7 @@ def callback_settings(arguments: Any) -> dict[str, dict[str, Any]]:
         # Only saving by steps has a last step that Lightning's own callback would miss.
         callbacks["StepCheckpoint"] = {"every": every, "options": _model_checkpoint(arguments)}
     elif text_of(arguments.save_strategy) != "no":
-        callbacks["ModelCheckpoint"] = _model_checkpoint(arguments)
+        callbacks["LimitedCheckpoint"] = _model_checkpoint(arguments)
     if text_of(arguments.eval_strategy) != "no":
         callbacks["StepEvaluation"] = {}
     if arguments.report_to and text_of(arguments.logging_strategy) != "no":

@@ -251,6 +251,23 @@ def test_a_resumed_run_saves_no_step_twice_and_ends_alike(tmp_path: Path) -> Non
     assert sorted(path.name for path in out.iterdir()) == [f"checkpoint-{step}.ckpt" for step in (2, 4, 5)]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "saved"),  # an epoch has 4 steps
+    [({"save_strategy": "steps", "save_steps": 2}, (6, 7)), ({"save_strategy": "epoch"}, (8, 12))],
+    ids=["steps", "epochs"],
+)
+def test_no_more_checkpoints_stay_after_a_resume(
+    strategy: dict[str, Any], saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    make_files(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    out = tmp_path / "out"
+    values = {"output_dir": str(out), "gradient_accumulation_steps": 3, "save_total_limit": 2, **strategy}
+    run_ranks(1, follow, str(tmp_path), {**values, "max_steps": 4}, timeout=180)
+    more = {**values, "max_steps": 7 if "save_steps" in strategy else 12, "resume_from_checkpoint": True}
+    run_ranks(1, follow, str(tmp_path), more, timeout=180)
+    assert {path.name for path in out.iterdir()} == {f"checkpoint-{step}.ckpt" for step in saved}
+
+
 def test_an_evaluation_before_the_first_step_is_logged(tmp_path: Path) -> None:
     make_files(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     out = tmp_path / "out"

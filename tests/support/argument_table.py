@@ -310,7 +310,7 @@ ON_CONFIGS: tuple[tuple[dict[str, Any], Landing], ...] = (
     ),
     (
         {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "accuracy"},
-        Landing("greater_is_better", False, "callbacks['ModelCheckpoint']['mode']", "min"),
+        Landing("greater_is_better", False, "callbacks['LimitedCheckpoint']['mode']", "min"),
     ),
     ({"max_steps": 50}, Landing("save_steps", 0.1, "callbacks['StepCheckpoint']['every']", 5)),
     ({"max_steps": 50}, Landing("logging_steps", 0.1, "settings.trainer['log_every_n_steps']", 5)),
