@@ -22,7 +22,7 @@ import copy
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -56,8 +56,10 @@ if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _LOST_ORDER = (
-    "Lightning's distributed sampler has replaced the sampler of a train dataloader that keeps its own state; set"
-    " Trainer(use_distributed_sampler=False), and give the dataloader torchdata's StatefulDistributedSampler"
+    "because Lightning's distributed sampler has replaced the sampler of a train dataloader that keeps its own state;"
+)
+_KEEP_ORDER = (
+    "set Trainer(use_distributed_sampler=False), and give the dataloader torchdata's StatefulDistributedSampler"
 )
 
 
@@ -89,6 +91,7 @@ class ExactResume:
         self._seeds: dict[int, dict[int, int]] = {}
         self._window: tuple[int, RandomState] | None = None  # its first batch, and the random state before that
         self._random_of_training: RandomState | None = None  # while validation draws, and after the run
+        self._loaders_of_fit: Any = None  # after the run, because Lightning's validate() drops them
         # States of stateful loaders, taken before they read a batch: the first batch of this window and of the next, by
         # number; the epoch's last batch; and the previous epoch's last batch. The states are None if a loader had read
         # nothing before this epoch.
@@ -178,7 +181,9 @@ class ExactResume:
         return why
 
     def setup(self) -> None:
-        """Forget an earlier run, but keep the checkpoint that was read for this one."""
+        """Forget an earlier fit, but keep the checkpoint that was read for this one."""
+        if self._trainer_of_fit is None:  # a checkpoint that is saved after validate() belongs to the fit before it
+            return
         restored = self._restored
         self._forget()
         self._restored = restored
@@ -233,7 +238,7 @@ class ExactResume:
             if position is not None and opens_now:
                 tracker.put_own_states(position.own)
         if restored is None and _loses_order(loader):
-            rank_zero_warn(f"this run cannot resume in the middle of an epoch, because {_LOST_ORDER}")
+            rank_zero_warn(f"this run cannot resume in the middle of an epoch, {_LOST_ORDER} {_KEEP_ORDER}")
         if restored is not None and restored.progress.in_epoch:
             _check_continues(loader, index, tracker, restored, ranks)
 
@@ -386,11 +391,13 @@ class ExactResume:
         """Restore the random state of training."""
         if self._trainer_of_fit is not None and self._random_of_training is not None:
             put(self._random_of_training, self._strategy.root_device)
-        self._random_of_training = None
+            self._random_of_training = None
 
     def on_train_end(self) -> None:
-        """Set the random state aside, for a checkpoint that is saved after the run."""
+        """Set the random state and the loaders aside, for a checkpoint that is saved after the run."""
         self._random_of_training = take(self._strategy.root_device)
+        assert self._strategy.lightning_module is not None
+        self._loaders_of_fit = self._strategy.lightning_module.trainer.fit_loop._combined_loader
 
     def teardown(self) -> None:
         """Restore the loaders and the trainer's callbacks."""
@@ -419,6 +426,8 @@ class ExactResume:
         fit_state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # A rank that only receives its batches does not know the state of the loaders.
         stateful = fit_state.get("combined_loader", [])
+        if trainer.fit_loop._combined_loader is None and self._loaders_of_fit is not None:
+            stateful = self._loaders_of_fit._state_dicts()
         kept = self._states_of_windows.get(progress.batches) if progress.in_epoch else self._states_before_last
         previous = self._states_of_previous_epoch if progress.in_epoch and progress.batches == 0 else None
         if previous is not None:
@@ -461,13 +470,14 @@ class ExactResume:
 
     def _loader_states(self, trainer: pl.Trainer, progress: LoopProgress) -> list[LoaderState] | None:
         fit = trainer.fit_loop
-        if fit._combined_loader is None or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher):
+        combined: Any = self._loaders_of_fit if fit._combined_loader is None else fit._combined_loader
+        if combined is None or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher):
             return None  # with dataloader_iter the module reads as many batches as it likes
         states = []
-        for loader in fit._combined_loader.flattened:
+        for loader in combined.flattened:
             position = None
             if (tracker := self._trackers.get(id(loader))) is not None:
-                batches = loop_progress.batches_in_pass(fit._combined_loader._mode, progress.batches, sized_len(loader))
+                batches = loop_progress.batches_in_pass(combined._mode, progress.batches, sized_len(loader))
                 position = tracker.current_position(batches)
             states.append(LoaderState(kind_of(loader), position, epoch_of(loader)))
         return states
@@ -516,7 +526,7 @@ def _check_continues(
     if restored.progress.batches and _loses_order(loader):
         raise ValueError(
             f"the checkpoint was taken after {restored.progress.batches} batches of an epoch whose order it does not"
-            f" contain, because {_LOST_ORDER}; resume from the end of an epoch"
+            f" contain, {_LOST_ORDER} resume from the end of an epoch; for later runs, {_KEEP_ORDER}"
         )
     position = restored.position(index)
     if tracker is None and kind == "read" and restored.ranks != ranks:
@@ -530,8 +540,12 @@ def _check_continues(
 
 def _loses_order(loader: Any) -> bool:
     """Whether Lightning has wrapped the sampler of a loader with its own state, which then lacks the sampler's."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return kind_of(loader) == "stateful" and isinstance(sampler, DistributedSamplerWrapper)
+    batches = getattr(loader, "batch_sampler", None)  # None with batch_size=None
+    sampler = getattr(loader if batches is None else batches, "sampler", None)
+    if kind_of(loader) != "stateful" or not isinstance(sampler, DistributedSamplerWrapper):
+        return False
+    wrapped = getattr(sampler.dataset, "_sampler", None)
+    return not (isinstance(wrapped, Sequence) or hasattr(wrapped, "set_epoch"))  # these repeat their order
 
 
 def _cannot_continue(

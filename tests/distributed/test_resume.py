@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, default_collate, get_worker_info
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, Recipe
 from lightning_mcore.checkpoint.files import record_file
@@ -1017,6 +1017,60 @@ def test_a_stateful_loader_whose_sampler_lightning_wraps_cannot_go_on_in_an_epoc
         train(case, str(tmp_path), resume=f"{tmp_path}/batch 2.ckpt")
     for moment, batch in (("start 1", "0 0 "), ("epoch 0", "1 0 ")):
         assert train(case, str(tmp_path), resume=f"{tmp_path}/{moment}.ckpt").batches[0].startswith(batch)
+
+
+@on_ranks(1)
+def test_a_stateful_loader_without_batches_loses_its_order_too(tmp_path: Path) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    batches = list(DataLoader(Samples(16), batch_size=2))
+    case = Case(module=Dropping, data=lambda: StatefulDataLoader(batches, batch_size=None, shuffle=True))
+    train(case, str(tmp_path), ("batch 2",), max_epochs=1)
+    with refuses(ValueError, "an epoch whose order it does not contain"):
+        train(case, str(tmp_path), resume=f"{tmp_path}/batch 2.ckpt", max_epochs=1)
+
+
+class Shuffling(Sampler[int]):
+    """Draws an order from the epoch."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@on_ranks(1)
+def test_a_stateful_loader_whose_wrapped_sampler_repeats_its_order_goes_on_in_an_epoch(tmp_path: Path) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with mock.patch.object(pl, "seed_everything", lambda seed, seed_it=pl.seed_everything, **kw: seed_it(7, **kw)):
+        for number, sampler in enumerate((Shuffling, lambda: [*reversed(range(16))])):
+            case = Case(module=Dropping, data=lambda s=sampler: StatefulDataLoader(Samples(16), 2, sampler=s()))  # type: ignore[misc]
+            folder = f"{tmp_path}/{number}"
+            whole = train(case, folder, ("batch 11",), max_epochs=2)
+            rest = train(case, folder, resume=f"{folder}/batch 11.ckpt", max_epochs=2)
+            assert rest.batches == whole.batches[-len(rest.batches) :]
+
+
+@on_ranks(1)
+def test_a_checkpoint_that_is_saved_after_a_validation_run_goes_on_in_the_epoch(tmp_path: Path) -> None:
+    runs = []
+    for seed, steps, path in ((7, 8, None), (7, 2, None), (99, 8, f"{tmp_path}/last.ckpt")):
+        pl.seed_everything(seed, verbose=False)
+        watch, module = Watch(), Dropping()
+        trainer = make_trainer({}, callbacks=[watch], max_steps=steps)
+        trainer.fit(module, DataLoader(Samples(16), 2, shuffle=True), ckpt_path=path)
+        trainer.validate(module, DataLoader(Samples(4), 2), verbose=False)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        runs.append((watch.batches, watch.losses))
+    for whole, first, rest in zip(*runs, strict=True):
+        assert [*first, *rest] == whole
 
 
 @on_ranks(1, timeout=120)

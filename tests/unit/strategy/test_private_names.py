@@ -144,6 +144,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_should_skip_saving_checkpoint": ModelCheckpoint,
     "_signal_connector": pl.Trainer,
     "_slurm_sigusr_handler_fn": _SignalConnector,
+    "_state_dicts": CombinedLoader,
     "_subcommand_parsers": LightningCLI,
     "_to_copy": torch.ops.aten,
     "_type": torch.ScriptObject,
