@@ -545,7 +545,7 @@ def _loses_order(loader: Any) -> bool:
     if kind_of(loader) != "stateful" or not isinstance(sampler, DistributedSamplerWrapper):
         return False
     wrapped = getattr(sampler.dataset, "_sampler", None)
-    return not (isinstance(wrapped, Sequence) or hasattr(wrapped, "set_epoch"))  # these repeat their order
+    return not (isinstance(wrapped, Sequence) or hasattr(wrapped, "set_epoch"))  # same seed, same order
 
 
 def _cannot_continue(
