@@ -92,6 +92,12 @@ class Position:
         return cls(**{**plain, "opened": opened, "started": started, "own": tuple(plain["own"])})
 
 
+def wrapped_sampler(sampler: Any) -> Any:
+    """Return the user's sampler inside Lightning's distributed one; None if ``sampler`` is any other."""
+    dataset: Any = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
+    return None if dataset is None else dataset._sampler
+
+
 class PositionTracker:
     """Tracks the passes over one DataLoader until :meth:`detach`; the first one continues at ``resume_at``.
 
@@ -317,9 +323,7 @@ class PositionTracker:
     @property
     def _generators(self) -> list[Generator]:
         """The generators of the loader and its samplers, each once."""
-        # Lightning's DistributedSamplerWrapper has the user's sampler at ``dataset._sampler``, which is private.
-        wrapped = getattr(getattr(self._index_sampler, "dataset", None), "_sampler", None)
-        owners = (self._loader, self._replaced, self._index_sampler, wrapped)
+        owners = (self._loader, self._replaced, self._index_sampler, wrapped_sampler(self._index_sampler))
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
 

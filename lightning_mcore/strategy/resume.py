@@ -32,7 +32,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len  # private, but finds every set_epoch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # private: how dataloader_iter is recognized
@@ -44,7 +43,7 @@ from lightning_mcore.checkpoint.megatron_lm import MegatronProgress
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.data import loop_progress
 from lightning_mcore.data.loop_progress import LoopProgress
-from lightning_mcore.data.position import Position, PositionTracker
+from lightning_mcore.data.position import Position, PositionTracker, wrapped_sampler
 from lightning_mcore.parallel.attributes import set_until_closed
 from lightning_mcore.parallel.consensus import combine_on_rank0, control_group, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
@@ -55,9 +54,7 @@ from lightning_mcore.strategy.rank_state import LoaderState, RankState, epoch_of
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
-_LOST_ORDER = (
-    "because Lightning's distributed sampler has replaced the sampler of a train dataloader that keeps its own state;"
-)
+_LOST_ORDER = "Lightning's distributed sampler has replaced the sampler of a train dataloader that keeps its own state"
 _KEEP_ORDER = (
     "set Trainer(use_distributed_sampler=False), and give the dataloader torchdata's StatefulDistributedSampler"
 )
@@ -238,7 +235,7 @@ class ExactResume:
             if position is not None and opens_now:
                 tracker.put_own_states(position.own)
         if restored is None and _loses_order(loader):
-            rank_zero_warn(f"this run cannot resume in the middle of an epoch, {_LOST_ORDER} {_KEEP_ORDER}")
+            rank_zero_warn(f"this run cannot resume in the middle of an epoch, because {_LOST_ORDER}; {_KEEP_ORDER}")
         if restored is not None and restored.progress.in_epoch:
             _check_continues(loader, index, tracker, restored, ranks)
 
@@ -426,7 +423,7 @@ class ExactResume:
         fit_state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # A rank that only receives its batches does not know the state of the loaders.
         stateful = fit_state.get("combined_loader", [])
-        if trainer.fit_loop._combined_loader is None and self._loaders_of_fit is not None:
+        if trainer.fit_loop._combined_loader is None and self._loaders_of_fit is not None:  # after validate()
             stateful = self._loaders_of_fit._state_dicts()
         kept = self._states_of_windows.get(progress.batches) if progress.in_epoch else self._states_before_last
         previous = self._states_of_previous_epoch if progress.in_epoch and progress.batches == 0 else None
@@ -525,8 +522,8 @@ def _check_continues(
         )
     if restored.progress.batches and _loses_order(loader):
         raise ValueError(
-            f"the checkpoint was taken after {restored.progress.batches} batches of an epoch whose order it does not"
-            f" contain, {_LOST_ORDER} resume from the end of an epoch; for later runs, {_KEEP_ORDER}"
+            f"the checkpoint was taken after {restored.progress.batches} batches of an epoch, but lacks the order of"
+            f" its samples, because {_LOST_ORDER}; resume from the end of an epoch; for later runs, {_KEEP_ORDER}"
         )
     position = restored.position(index)
     if tracker is None and kind == "read" and restored.ranks != ranks:
@@ -541,11 +538,9 @@ def _check_continues(
 def _loses_order(loader: Any) -> bool:
     """Whether Lightning has wrapped the sampler of a loader with its own state, which then lacks the sampler's."""
     batches = getattr(loader, "batch_sampler", None)  # None with batch_size=None
-    sampler = getattr(loader if batches is None else batches, "sampler", None)
-    if kind_of(loader) != "stateful" or not isinstance(sampler, DistributedSamplerWrapper):
-        return False
-    wrapped = getattr(sampler.dataset, "_sampler", None)
-    return not (isinstance(wrapped, Sequence) or hasattr(wrapped, "set_epoch"))  # same seed, same order
+    wrapped = wrapped_sampler(getattr(loader if batches is None else batches, "sampler", None))
+    has_same_order = isinstance(wrapped, Sequence) or hasattr(wrapped, "set_epoch")  # with the same seed
+    return kind_of(loader) == "stateful" and wrapped is not None and not has_same_order
 
 
 def _cannot_continue(

@@ -1013,7 +1013,7 @@ def test_a_stateful_loader_whose_sampler_lightning_wraps_cannot_go_on_in_an_epoc
         train(case, str(tmp_path), ("start 1", "batch 2", "epoch 0"))
     assert len(said) == 1
     assert "cannot resume in the middle of an epoch" in said[0]
-    with refuses(ValueError, "after 2 batches of an epoch whose order it does not contain"):
+    with refuses(ValueError, "after 2 batches of an epoch, but lacks the order of its samples"):
         train(case, str(tmp_path), resume=f"{tmp_path}/batch 2.ckpt")
     for moment, batch in (("start 1", "0 0 "), ("epoch 0", "1 0 ")):
         assert train(case, str(tmp_path), resume=f"{tmp_path}/{moment}.ckpt").batches[0].startswith(batch)
@@ -1026,7 +1026,7 @@ def test_a_stateful_loader_without_batches_loses_its_order_too(tmp_path: Path) -
     batches = list(DataLoader(Samples(16), batch_size=2))
     case = Case(module=Dropping, data=lambda: StatefulDataLoader(batches, batch_size=None, shuffle=True))
     train(case, str(tmp_path), ("batch 2",), max_epochs=1)
-    with refuses(ValueError, "an epoch whose order it does not contain"):
+    with refuses(ValueError, "of an epoch, but lacks the order of its samples"):
         train(case, str(tmp_path), resume=f"{tmp_path}/batch 2.ckpt", max_epochs=1)
 
 
@@ -1058,15 +1058,16 @@ def test_a_stateful_loader_whose_wrapped_sampler_repeats_its_order_goes_on_in_an
             assert rest.batches == whole.batches[-len(rest.batches) :]
 
 
+@pytest.mark.parametrize("evaluate", ["validate", "test", "predict"])
 @on_ranks(1)
-def test_a_checkpoint_that_is_saved_after_a_validation_run_goes_on_in_the_epoch(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_saved_after_another_run_goes_on_in_the_epoch(evaluate: str, tmp_path: Path) -> None:
     runs = []
     for seed, steps, path in ((7, 8, None), (7, 2, None), (99, 8, f"{tmp_path}/last.ckpt")):
         pl.seed_everything(seed, verbose=False)
         watch, module = Watch(), Dropping()
         trainer = make_trainer({}, callbacks=[watch], max_steps=steps)
         trainer.fit(module, DataLoader(Samples(16), 2, shuffle=True), ckpt_path=path)
-        trainer.validate(module, DataLoader(Samples(4), 2), verbose=False)
+        getattr(trainer, evaluate)(module, DataLoader(Samples(4), 2))
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         runs.append((watch.batches, watch.losses))
     for whole, first, rest in zip(*runs, strict=True):

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
@@ -132,6 +133,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_requires_distributed_sampler": _DataConnector,
     "_reset_optimizers_and_schedulers": DDPStrategy,
     "_results": pl.Trainer,
+    "_sampler": _DatasetSamplerWrapper,
     "_save_topk_checkpoint": ModelCheckpoint,
     "_schema": torch._ops.OpOverload,
     "_scaled_dot_product_efficient_attention": torch.ops.aten,
