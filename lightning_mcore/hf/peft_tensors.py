@@ -312,7 +312,10 @@ def _within_layer(name: str) -> str:
 
 
 def _pattern(values: Mapping[str, Any], default: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a pattern that gives each name its value: the given pattern, preceded by more entries where needed."""
+    """Return a pattern that gives each name its value, also from a file, whose keys are sorted.
+
+    It is the given pattern, preceded by more entries where needed; or whole names if its order is lost in a file.
+    """
     of_ending: dict[str, set[Any]] = {}
     for name, value in values.items():
         of_ending.setdefault(_within_layer(name), set()).add(value)
@@ -322,4 +325,8 @@ def _pattern(values: Mapping[str, Any], default: Any, given: Mapping[str, Any] |
         for name, value in values.items()
         if by_pattern(given, name, default) != value
     }
-    return {**own, **(given or {})}
+    found = {**own, **(given or {})}
+    in_file = dict(sorted(found.items()))  # here and in PEFT, the keys of a JSON file are sorted
+    if all(by_pattern(in_file, name, default) == value for name, value in values.items()):
+        return found
+    return {re.escape(name): value for name, value in values.items() if value != default}

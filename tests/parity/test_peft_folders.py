@@ -85,6 +85,14 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_vl",
         {"target_modules": ATTENTION, "layers_to_transform": [1], "rank_pattern": {"layers.1.self_attn.q_proj": 2}},
     ),
+    "patterns of which the first counts": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "rank_pattern": {"v_proj": 2, "layers.1.self_attn.v_proj": 5},
+            "alpha_pattern": {"q_proj": 12, "layers.1.self_attn.q_proj": 1},
+        },
+    ),
     "a tied embedding": (
         "qwen2",
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
@@ -117,6 +125,7 @@ CASES = {f"{name}, stacked": (family, settings, "stacked") for name, (family, se
 SOON = (
     *("routers", "whole modules", "delta nets", "convolutions that are one in memory", "mamba", "narrow experts"),
     *("sinks", "routers that weigh inputs", "ranks by whole name", "a tied embedding by both names"),
+    "patterns of which the first counts",
 )
 STAY_OF_SETTINGS = [f"{name}, stacked" for name in (*SOON, "ranks of experts", "dense layers")]
 STAY_OF_SETTINGS += ["experts of some layers, each", "lengths of shared experts, each"]
