@@ -112,15 +112,34 @@ def _yarn_fields(rope: Rope, config: Config) -> dict[str, Any]:
     Source: ``_compute_yarn_parameters`` (transformers 5.23); ``_yarn_get_concentration_factor`` (megatron-core).
     """
     original = _original_length(rope, at_least=1)
+    factor = _factor_or_ratio(rope, config, original)
     scales = {key: _number(rope, key, 0.0) for key in _DEFAULT_SCALES}
+    scales = scales if all(scales.values()) else _DEFAULT_SCALES
+    _check_attention_factor(rope, factor, scales)
     return {
-        "rotary_scaling_factor": _factor_or_ratio(rope, config, original),
+        "rotary_scaling_factor": factor,
         "original_max_position_embeddings": original,
         # transformers also takes 0 for the default, and uses the scales only if both are given
         "beta_fast": _number(rope, "beta_fast", 0.0) or 32.0,
         "beta_slow": _number(rope, "beta_slow", 0.0) or 1.0,
-        **(scales if all(scales.values()) else _DEFAULT_SCALES),
+        **scales,
     }
+
+
+def _check_attention_factor(rope: Rope, factor: float, scales: Mapping[str, float]) -> None:
+    """Raise ValueError for an ``attention_factor`` other than the one that follows from the other keys.
+
+    OLMo 3 writes 1.2079441541679836, which is 1 + 0.1 * ln(8) with its factor of 8.
+    """
+    given = rope.get("attention_factor")
+    if given is None:
+        return
+    above, below = (1 + 0.1 * scales[key] * math.log(max(factor, 1.0)) for key in _DEFAULT_SCALES)
+    if not math.isclose(_number(rope, "attention_factor"), above / below, rel_tol=1e-6):
+        raise ValueError(
+            f"rope_parameters.attention_factor={given!r} is not supported with rope_type='yarn' and factor={factor!r},"
+            f" because Megatron computes {above / below} from the other keys; only this number is"
+        )
 
 
 def _yarn_keys(yarn: Mapping[str, Any]) -> Rope:
@@ -158,13 +177,13 @@ class _RopeType(NamedTuple):
     keys: tuple[str, ...]
 
 
-_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", *_DEFAULT_SCALES)
+_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor")
 _ROPE_TYPES = {
     # A default may name its original length, although nothing is stretched
     "default": _RopeType(lambda rope, config: {}, ("original_max_position_embeddings",)),
     "linear": _RopeType(_read_linear, ("factor",)),
     "llama3": _RopeType(_read_llama3, STRETCHES["llama3"]),
-    "yarn": _RopeType(_read_yarn, _YARN),
+    "yarn": _RopeType(_read_yarn, (*_YARN, *_DEFAULT_SCALES)),
     "dynamic": _RopeType(_read_dynamic, STRETCHES["dynamic"]),
     "longrope": _RopeType(_read_longrope, ("factor", *STRETCHES["longrope"])),
 }

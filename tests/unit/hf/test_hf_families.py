@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from lightning_mcore.config import field_homes
+from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.config.rules.model import NOT_OF_A_GPT
 from lightning_mcore.hf import Unused, family_names, find_family
 from lightning_mcore.hf.families import WITH_TOWERS
@@ -619,6 +620,37 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "GLM-4.5": (
         {
+    "OLMo 3": (
+        {
+            "model_type": "olmo3",
+            "num_hidden_layers": 4,
+            "max_position_embeddings": 65536,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+        },
+        {
+            "rotary_base": 500000,
+            "window_rotary_base": 500000.0,
+            "window_attn_skip_freq": (True, True, True, False),
+            "yarn": {
+                **YARN_DEFAULTS,
+                "rotary_scaling_factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+            },
+        },
+    ),
             "model_type": "glm4_moe",
             "attention_bias": True,
             "head_dim": 128,
