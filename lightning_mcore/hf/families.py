@@ -174,9 +174,8 @@ HYBRID = _read_only(_read_hybrid)
 
 def _gelu(key: str) -> Derived:
     def read(config: Config) -> dict[str, Any]:
-        # Gemma 1 writes hidden_act and later models hidden_activation; the other key may still be there
-        given = config.get("hidden_activation") or config.get("hidden_act")
-        refuse_unless("hidden_activation", given, ("gelu_pytorch_tanh",), "Gemma has no other")
+        # Gemma 1 has hidden_act and later models hidden_activation; transformers ignores the other key if it is there
+        refuse_unless(key, config.get(key), ("gelu_pytorch_tanh",), "Gemma has no other")
         return {"activation_func": "gelu_tanh"}
 
     return Derived(("hidden_act", "hidden_activation"), read, lambda fields: {key: "gelu_pytorch_tanh"})

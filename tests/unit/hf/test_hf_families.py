@@ -292,6 +292,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"attention_bias": True}),
     ("gemma", {"hidden_act": "relu"}),
     ("gemma2", {"use_bidirectional_attention": True}),
+    ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}),  # transformers reads the first
     ("gemma3_text", {"attn_logit_softcapping": 50.0}),
     ("olmoe", {"clip_qkv": 8.0}),
     ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}),
