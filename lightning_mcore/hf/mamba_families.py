@@ -209,7 +209,9 @@ NEMOTRON = replace(
         *(Only("use_conv_bias", True), Only("mamba_hidden_act", "silu"), Only("mlp_hidden_act", "relu2")),
         *(Only("sliding_window", None), e.NO_ROUTER_LOSS),
         Unused(("num_hidden_layers", "hidden_dropout", "expand", "chunk_size", "residual_in_fp32", "n_shared_experts")),
-        Unused(("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual")),  # initial values
+        Unused(("time_step_max", "time_step_floor", "rescale_prenorm_residual")),  # initial values
+        # Also a lower limit of steps in transformers, but not in Megatron, nor in NVIDIA's own code with kernels
+        Unused(("time_step_min",)),
         Unused(("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")),
         Unused(("num_nextn_predict_layers", "mtp_layers_block_type")),
         *(Rename("input_layernorm.weight", _NORM), _weights("mixer")),

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a Mamba 2 layer in chunks equals the memory token by token, also with a kernel."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_mcore import single_process
+from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.config.architecture import pattern_layers
 from lightning_mcore.layers.mamba import scan_by_kernel, state_space
 from tests.support import tiny
+from tests.support.hf_models import VOCAB_SIZE, auto_model, save_tiny
 from tests.unit.layers.test_recurrent_layers import gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
@@ -57,6 +61,29 @@ def test_the_kernel_is_given_what_its_reference_takes(begins: bool) -> None:
     gradients = [torch.autograd.grad(sum(part.square().sum() for part in of), given) for of in (found, wanted)]
     for ours, expected in zip((*found, *gradients[0]), (*wanted, *gradients[1]), strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_steps_of_nemotron_have_no_lower_limit(tmp_path: Path) -> None:
+    """As in Megatron and in NVIDIA's own code with kernels; transformers raises them to ``time_step_min``."""
+    from transformers import AutoConfig
+
+    save_tiny("nemotron_h", tmp_path, layers_block_type=["linear_attention", "mlp"] * 2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {name: tensors[name] - 9.0 for name in tensors if name.endswith("dt_bias")}  # softplus(-9) = 1.2e-4
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    tokens = torch.arange(1, 49)[None]
+    with single_process(), torch.no_grad():
+        module = MCoreGPT.from_pretrained(tmp_path, seq_length=48)
+        module.configure_model()
+        ours = module.eval().token_logits({"tokens": tokens, "labels": tokens})[0][..., :VOCAB_SIZE]
+    apart = {}
+    for least in (0.001, 1e-30):  # the published value, and none
+        config = AutoConfig.from_pretrained(tmp_path, time_step_min=least)
+        model = auto_model().from_pretrained(tmp_path, config=config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            apart[least] = (model(tokens, use_cache=False).logits - ours).abs().max()
+    assert apart[1e-30] < 1e-5
+    assert apart[0.001] > 1e-3
 
 
 def test_vectors_of_a_group_are_not_copied_for_its_heads() -> None:
