@@ -67,6 +67,17 @@ def without(key: str, rules: tuple[ConfigRule, ...]) -> tuple[ConfigRule, ...]:
     return tuple(rule for rule in rules if key not in rule.keys)
 
 
+def repeating(key: str, of: str) -> Derived:
+    """Return the rule of a key that transformers does not read, and that may only repeat the key ``of``."""
+
+    def read(config: Config) -> dict[str, Any]:
+        if config.get(key) is not None:
+            refuse_unless(key, config[key], (config[of],), f"{of} is {config[of]!r}")
+        return {}
+
+    return Derived((key,), read, lambda fields: {})
+
+
 HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
 
 DECODER: tuple[ConfigRule, ...] = (*SWIGLU_LAYERS, ROPE, HEAD_SIZE)

@@ -315,7 +315,7 @@ DECODER = (d.DECODER, d.ATTENTION)
 HUNYUAN = (
     *(d.SWIGLU_LAYERS, d.HEAD_SIZE, ALPHA_ROPE, d.ATTENTION, BIASES),
     *(d.PRETRAINING_TP, Constants({"head_norms": "after_rotation"})),
-    *_unwritten(use_qk_norm=True, use_cla=False),
+    *_unwritten(use_qk_norm=True, use_cla=False, mlp_bias=False, add_classification_head=False),
     Unused(("eod_token_id", "sep_token_id", "cla_share_factor", "attention_head_dim")),
     Rename("self_attention.core_attention.q_layernorm.weight", "self_attn.query_layernorm.weight"),
     Rename("self_attention.core_attention.k_layernorm.weight", "self_attn.key_layernorm.weight"),
@@ -338,13 +338,26 @@ def _read_hunyuan_experts(config: Config) -> dict[str, Any]:
 HUNYUAN_EXPERTS = (
     *(e.NUM_EXPERTS, e.ALL_LAYERS, e.NO_ROUTER_LOSS),
     Derived(("moe_topk",), _read_hunyuan_experts, lambda fields: {"moe_topk": fields["moe_router_topk"]}),
-    *_unwritten(norm_topk_prob=True, use_mixed_mlp_moe=True, mlp_bias=False),
+    *_unwritten(norm_topk_prob=True, use_mixed_mlp_moe=True),
     # Lists with a number for each layer, which transformers does not read; other numbers would change shapes
     Unused(("moe_intermediate_size", "num_shared_expert", "moe_layer_num_skipped")),
     *e.expert_weights("mlp.gate.wg", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj")),
     *e.shared_expert_weights("mlp.shared_mlp"),
 )
+
+
+def _read_repeated_layers(config: Config) -> dict[str, Any]:
+    # K-EXAONE says twice more which layers have experts; transformers reads mlp_layer_types alone
+    sparse = [kind == e.SPARSE for kind in config["mlp_layer_types"]]
+    repeated = {"is_moe_layer": sparse, "first_last_k_dense_replace": [*sparse, True].index(True)}
+    for key, value in repeated.items():
+        refuse_unless(key, config.get(key, value), (value,), "mlp_layer_types says which layers have experts")
+    return {}
+
+
 EXAONE_EXPERTS = (
+    _read_only(_read_repeated_layers, "is_moe_layer", "first_last_k_dense_replace"),
+    *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc"),
     *(e.MLP_TYPES, e.NUM_EXPERTS, e.EXPERT_SIZES, e.shared_experts("num_shared_experts")),
     *(e.SIGMOID_ROUTER, e.NO_ROUTER_LOSS, e.EXPERTS, e.shared_expert_weights("mlp.shared_experts")),
     Rename("mlp.router.expert_bias", "mlp.e_score_correction_bias", in_fp32=True),
@@ -378,7 +391,8 @@ COHERE = (
         lambda fields: {"logit_scale": 1 / fields["logits_divisor"]},
     ),
     _read_only(_read_whole_heads, "head_dim"),
-    *_unwritten(use_qk_norm=False, use_parallel_block=True, use_parallel_embedding=False, use_gated_activation=True),
+    *_unwritten(use_qk_norm=False, use_parallel_block=True, use_gated_activation=True),
+    Unused(("use_parallel_embedding",)),  # how many ranks shared the embedding in pretraining
     Unused(("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct")),
     Unused(("use_embedding_sharing",)),  # tie_word_embeddings says it
 )
@@ -392,6 +406,7 @@ AFMOE = (
     *(e.first_dense("num_dense_layers"), e.NUM_EXPERTS, e.EXPERT_SIZES, e.shared_experts("num_shared_experts")),
     *(e.SIGMOID_WITH_BIAS, e.NORMALISED_ROUTER, e.scale("route_scale"), e.NO_ROUTER_LOSS),
     *_unwritten(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
+    *_unwritten(num_expert_groups=1, num_limited_groups=1),
     Unused(("load_balance_coeff", "use_grouped_mm")),
     d.ATTENTION[0],
     GatedQueryKeyValue(
@@ -412,6 +427,11 @@ AFMOE = (
     *e.shared_expert_weights("mlp.shared_experts"),
     Rename("mlp.router.expert_bias", "mlp.expert_bias", in_fp32=True),
 )
+# Keys of published models whose code began as DeepSeek's
+LIKE_DEEPSEEK = (
+    *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
+    Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
+)
 LLAMA = family("llama", "Llama", DECODER, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP)
 QWEN2 = family(  # and Qwen2.5
     *("qwen2", "Qwen2", DECODER, SWITCHED_LAYER_WINDOWS, Constants({"add_qkv_bias": True}), d.QKV_BIAS, d.MLP),
@@ -424,8 +444,7 @@ QWEN3_MOE = family(
 )
 DEEPSEEK_V3 = d.with_multi_token(  # and R1
     *("deepseek_v3", "DeepseekV3", LATENT_ATTENTION, d.PRETRAINING_TP, d.MLP, SIGMOID),
-    *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
-    Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
+    LIKE_DEEPSEEK,
 )
 
 
@@ -476,8 +495,7 @@ INDEXED_LATENT_ATTENTION = (
         )
     ),
     *(d.MLP, e.MLP_TYPES, SIGMOID_LAYERS, Only("mlp_bias", False), d.PRETRAINING_TP),
-    *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
-    Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
+    LIKE_DEEPSEEK,
 )
 _ROWS = (
     LLAMA,
@@ -507,13 +525,17 @@ _ROWS = (
     ),
     family(  # and Phi-4
         *("phi3", "Phi3", d.PARTIAL_DECODER, WINDOW, d.ONE_DROPOUT, d.JOINED_ATTENTION, d.JOINED_MLP),
+        *_unwritten(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1),
         # In the config itself, not in rope_parameters
         Derived(("original_max_position_embeddings",), lambda config: {}, _write_original),
     ),
     # GLM-4 of 2024 and GLM-Edge
     family("glm", "Glm", d.PARTIAL_DECODER, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
     family("ernie4_5", "Ernie4_5", DECODER, INTERLEAVED, USE_BIAS, d.ATTENTION_BIASES, d.MLP, d.MLP_BIASES),
-    family("dots1", "Dots1", DECODER, LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
+    family(
+        *("dots1", "Dots1", DECODER, LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
+        *(d.PRETRAINING_TP, LIKE_DEEPSEEK),
+    ),
     # Granite 3 and 4
     family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, d.MULTIPLIERS),
     family("granitemoe", "GraniteMoe", DECODER, BIASES, d.MULTIPLIERS, CHOSEN, e.GRANITE_EXPERTS),
@@ -534,7 +556,7 @@ _ROWS = (
     family("gemma", "Gemma", GEMMA, ROPE, _gelu("hidden_act"), d.ATTENTION, d.MLP),
     family(
         *("gemma2", "Gemma2", LATER_GEMMA, ROPE, Same("attn_logit_softcapping", "attention_cap")),
-        Unused(("cache_implementation",)),
+        *(d.repeating("sliding_window_size", "sliding_window"), Unused(("cache_implementation",))),
     ),
     family(
         *("gemma3_text", "Gemma3", LATER_GEMMA, ROPE_BY_LAYER_TYPE, HEAD_NORMS),
@@ -561,7 +583,17 @@ _ROWS = (
         Unused(("experts_per_token", "initial_context_length")),  # other names of two of its keys
     ),
     family("ministral3", "Ministral3", d.SWIGLU_LAYERS, d.HEAD_SIZE, GROWING_ROPE, WINDOW, d.ATTENTION, d.MLP),
-    family("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
+    replace(
+        family(  # multi-token prediction is left out
+            *("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
+            *_unwritten(moe_gate="topk", moe_use_aux_free=True),
+            Unused(("moe_capacity", "num_nextn_predict_layers")),
+        ),
+        unread=(
+            *LLAMA.unread,
+            *(f"model.mtp_{part}." for part in ("block", "emb_norm", "hidden_norm", "linear_proj")),
+        ),
+    ),
     d.with_multi_token(  # GLM-4.7-Flash
         *("glm4_moe_lite", "Glm4MoeLite", LATENT_ATTENTION, d.PRETRAINING_TP, d.MLP),
         *(e.MLP_TYPES, SIGMOID_LAYERS, _unwritten(topk_method="noaux_tc", partial_rotary_factor=1.0)),
@@ -576,14 +608,20 @@ _ROWS = (
     family(
         *("solar_open", "SolarOpen", d.without("intermediate_size", d.PARTIAL_DECODER), d.ATTENTION),
         *(SOME_BIASES, e.ALL_LAYERS, SIGMOID_LAYERS, Unused(("intermediate_size",))),
+        *_unwritten(first_k_dense_replace=0, use_qk_norm=False),
     ),
-    family(
-        *("exaone_moe", "ExaoneMoe", DECODER, LAYER_WINDOWS, HYBRID, HEAD_NORMS, d.MLP, EXAONE_EXPERTS),
-        Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
+    replace(
+        family(  # multi-token prediction is left out
+            *("exaone_moe", "ExaoneMoe", DECODER, LAYER_WINDOWS, HYBRID, HEAD_NORMS, d.MLP, EXAONE_EXPERTS),
+            Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
+            Unused(("num_nextn_predict_layers",)),
+        ),
+        unread=(*LLAMA.unread, "mtp."),
     ),
     family("hunyuan_v1_moe", "HunYuanMoEV1", HUNYUAN, HUNYUAN_EXPERTS),
     family(
         *("apertus", "Apertus", BASICS, d.ATTENTION[1:], BIASES, HEAD_NORMS, _ungated("xielu", "xielu")),
+        *_unwritten(mlp_bias=False, post_norm=False, qk_norm=True, hidden_dropout=0.0),
         Rename("self_attention.linear_qkv.layer_norm_weight", "attention_layernorm.weight"),
         Rename("mlp.linear_fc1.layer_norm_weight", "feedforward_layernorm.weight"),
         *(

@@ -146,7 +146,8 @@ GRANITE = d.family(
     Derived(("mamba_expand",), lambda config: {}, _write_expansion),  # transformers checks it
     Only("mamba_conv_bias", True),
     Only("mamba_proj_bias", False),
-    Unused(("mamba_chunk_size", "layers_block_type")),
+    Unused(("mamba_chunk_size", "layers_block_type", "init_method")),
+    Only("normalization_function", "rmsnorm", is_written=False),
     *(e.NO_ROUTER_LOSS, d.ATTENTION_BIAS, d.ATTENTION, d.ATTENTION_BIASES),
     *(Rename("input_layernorm.weight", "input_layernorm.weight"), _weights("mamba"), e.GRANITE_EXPERTS),
     d.JOINED_MLP[0],
@@ -214,6 +215,9 @@ NEMOTRON = replace(
         Unused(("time_step_min",)),
         Unused(("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")),
         Unused(("num_nextn_predict_layers", "mtp_layers_block_type")),
+        d.repeating("attention_head_dim", "head_dim"),
+        # In published models; transformers reads none of them
+        Unused(("norm_eps", "partial_rotary_factor", "rms_norm_eps", "rope_theta", "time_step_rank")),
         *(Rename("input_layernorm.weight", _NORM), _weights("mixer")),
         Rename("self_attention.linear_qkv.layer_norm_weight", _NORM),
         QueryKeyValue(

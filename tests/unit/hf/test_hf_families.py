@@ -18,10 +18,11 @@ from lightning_mcore.hf import Unused, family_names, find_family
 from lightning_mcore.hf.families import WITH_TOWERS
 from lightning_mcore.hf.family import IRRELEVANT, TRAINING_ONLY, complete_fields, split_fields
 from lightning_mcore.hf.registry import UNSUPPORTED
+from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.layers.transformer_config import check_transformer_fields
-from tests.support.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN
+from tests.support.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN, tiny_folder
 from tests.support.sentences import refuses
 
 ALL: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in CONFIGS}, **VARIANTS}
@@ -291,8 +292,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"scoring_func": "softmax"}),
     ("deepseek_v3", {"attention_bias": True}),
     ("gemma", {"hidden_act": "relu"}),
-    ("gemma2", {"use_bidirectional_attention": True}),
     ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}),  # transformers reads the first
+    ("gemma2", {"use_bidirectional_attention": True}),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}),
     ("olmoe", {"clip_qkv": 8.0}),
     ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}),
@@ -619,8 +620,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moe_ffn_hidden_size": 2880,
         },
     ),
-    "GLM-4.5": (
-        {
     "OLMo 3": (
         {
             "model_type": "olmo3",
@@ -652,6 +651,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             },
         },
     ),
+    "GLM-4.5": (
+        {
             "model_type": "glm4_moe",
             "attention_bias": True,
             "head_dim": 128,
@@ -672,6 +673,83 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
+
+# ---- keys of published models that transformers does not read, with the values that they have
+
+UNREAD_KEYS: dict[str, dict[str, Any]] = {
+    "phi3": {  # Phi-4-mini
+        "attention_bias": False,
+        "mlp_bias": False,
+        "lm_head_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+    },
+    "dots1": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "pretraining_tp": 1},
+    "gemma2": {"sliding_window_size": 8},
+    "solar_open": {"first_k_dense_replace": 0, "use_qk_norm": False},
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True, "hidden_dropout": 0.0},
+    "afmoe": {"num_expert_groups": 1, "num_limited_groups": 1},
+    "cohere2": {"use_parallel_embedding": True},
+    "granitemoehybrid": {"normalization_function": "rmsnorm", "init_method": "mup"},
+    "nemotron_h": {
+        "attention_head_dim": 16,
+        "norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000,
+        "time_step_rank": 256,
+    },
+    "ernie4_5_moe": {
+        "moe_gate": "topk",
+        "moe_use_aux_free": True,
+        "moe_capacity": [64, 64, 64],
+        "num_nextn_predict_layers": 1,
+    },
+    "exaone_moe": {
+        "first_last_k_dense_replace": 1,
+        "is_moe_layer": [False, True, False, True],
+        "num_nextn_predict_layers": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    "hunyuan_v1_dense": {"mlp_bias": False, "add_classification_head": False},
+}
+
+
+@pytest.mark.parametrize("family", UNREAD_KEYS)
+def test_keys_of_published_models_that_transformers_does_not_read_are_accepted(family: str) -> None:
+    assert read(family, **UNREAD_KEYS[family]) == read(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("gemma2", "sliding_window_size", 16),
+        ("nemotron_h", "attention_head_dim", 8),
+        ("phi3", "attention_bias", True),
+        ("apertus", "post_norm", True),
+        ("exaone_moe", "is_moe_layer", [True] * 4),
+        ("exaone_moe", "first_last_k_dense_replace", 2),
+    ],
+)
+def test_such_keys_with_another_meaning_are_refused(family: str, key: str, value: Any) -> None:
+    with refuses(ValueError, key):
+        read(family, **{key: value})
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "exaone_moe"])
+def test_multi_token_weights_that_transformers_does_not_read_are_left_out(family: str, tmp_path: Path) -> None:
+    import safetensors.torch
+    import transformers
+
+    whole = safetensors.torch.load_file(tiny_folder(family) / "model.safetensors")
+    model = getattr(transformers, find_family(family).architecture)
+    [pattern] = model._keys_to_ignore_on_load_unexpected
+    more = ("block.0.mlp.weight", "emb_norm.0.weight", "hidden_norm.0.weight", "linear_proj.0.weight")
+    names = ["mtp.fc.weight"] if family == "exaone_moe" else [f"model.mtp_{name}" for name in more]
+    assert all(re.search(pattern, name) for name in names)
+    safetensors.torch.save_file({**whole, **{name: torch.zeros(2) for name in names}}, tmp_path / "model.safetensors")
+    assert SafetensorsFolder(str(tmp_path), find_family(family).unread).shapes.keys() == whole.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
