@@ -98,6 +98,12 @@ def wrapped_sampler(sampler: Any) -> Any:
     return None if dataset is None else dataset._sampler
 
 
+def index_sampler(loader: Any) -> Any:
+    """Return the sampler of a loader's single indices; None if the user's own batch sampler or loader has none."""
+    batches = getattr(loader, "batch_sampler", None)  # None with batch_size=None
+    return getattr(loader if batches is None else batches, "sampler", None)
+
+
 class PositionTracker:
     """Tracks the passes over one DataLoader until :meth:`detach`; the first one continues at ``resume_at``.
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.types import _Stateful  # private, but what Lightning saves a loader's state by
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_mcore.data.loop_progress import LoopProgress
-from lightning_mcore.data.position import Position
+from lightning_mcore.data.position import Position, index_sampler
 from lightning_mcore.parallel.random_state import RandomState, from_plain, to_plain
 
 LoaderKind = Literal["index", "stateful", "read"]
@@ -40,6 +40,12 @@ def epoch_of(loader: Any) -> int | None:
     return epoch if isinstance(epoch, int) and callable(getattr(dataset, "set_epoch", None)) else None
 
 
+def seed_of(loader: object) -> int | None:
+    """Return the seed of a loader's distributed sampler; None for any other sampler."""
+    sampler = index_sampler(loader)
+    return sampler.seed if isinstance(sampler, DistributedSampler) else None
+
+
 @dataclass(frozen=True)
 class LoaderState:
     """How a training loader continues."""
@@ -47,17 +53,19 @@ class LoaderState:
     kind: LoaderKind
     position: Position | None = None
     epoch: int | None = None  # of its dataset, which a hook of the user sets; older files lack it
+    seed: int | None = None  # of its distributed sampler; older files lack it
 
     def to_plain(self) -> dict[str, Any]:
         """Return the state as numbers, strings and tensors."""
         position = self.position.to_plain() if self.position is not None else {}
-        return {"kind": self.kind, "epoch": self.epoch, **position}
+        return {"kind": self.kind, "epoch": self.epoch, "sampler_seed": self.seed, **position}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "LoaderState":
         """Rebuild the result of :meth:`to_plain`."""
-        position = {name: value for name, value in plain.items() if name not in ("kind", "epoch")}
-        return cls(plain["kind"], Position.from_plain(position) if position else None, plain.get("epoch"))
+        position = {name: value for name, value in plain.items() if name not in ("kind", "epoch", "sampler_seed")}
+        place = Position.from_plain(position) if position else None
+        return cls(plain["kind"], place, plain.get("epoch"), plain.get("sampler_seed"))
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,10 @@ class RankState:
         saved = self.loaders[index].epoch if self.loaders is not None and index < len(self.loaders) else None
         if self.progress.in_epoch and saved is not None and epoch_of(loader) is not None:
             loader.dataset.set_epoch(saved)
+
+    def seed(self, index: int) -> int | None:
+        """Return the seed of the distributed sampler of the loader with this index; None if it had none."""
+        return self.loaders[index].seed if self.loaders is not None and index < len(self.loaders) else None
 
     def position(self, index: int) -> Position | None:
         """Return where the loader with this index continues; None if it has no position."""

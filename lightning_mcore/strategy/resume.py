@@ -43,13 +43,13 @@ from lightning_mcore.checkpoint.megatron_lm import MegatronProgress
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.data import loop_progress
 from lightning_mcore.data.loop_progress import LoopProgress
-from lightning_mcore.data.position import Position, PositionTracker, wrapped_sampler
+from lightning_mcore.data.position import Position, PositionTracker, index_sampler, wrapped_sampler
 from lightning_mcore.parallel.attributes import set_until_closed
 from lightning_mcore.parallel.consensus import combine_on_rank0, control_group, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, pick, put, take
 from lightning_mcore.strategy.preemption import shield_workers
-from lightning_mcore.strategy.rank_state import LoaderState, RankState, epoch_of, kind_of
+from lightning_mcore.strategy.rank_state import LoaderState, RankState, epoch_of, kind_of, seed_of
 
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -234,10 +234,22 @@ class ExactResume:
             self._restores.callback(_detach, weakref.ref(tracker))
             if position is not None and opens_now:
                 tracker.put_own_states(position.own)
+        elif tracker is None:
+            self._set_seed(loader, index)
         if restored is None and _loses_order(loader):
             rank_zero_warn(f"this run cannot resume in the middle of an epoch, because {_LOST_ORDER}; {_KEEP_ORDER}")
         if restored is not None and restored.progress.in_epoch:
             _check_continues(loader, index, tracker, restored, ranks)
+
+    def _set_seed(self, loader: Any, index: int) -> None:
+        """Give a loader's distributed sampler the interrupted run's seed, which the loader's own state lacks."""
+        seeds, users_seed = self._seeds.setdefault(index, {}), seed_of(loader)
+        if users_seed is None:
+            return
+        if self._restored is not None and (saved := self._restored.seed(index)) is not None:
+            seeds[users_seed] = saved
+        if users_seed in seeds:
+            set_until_closed(self._restores, index_sampler(loader), "seed", seeds[users_seed])
 
     def on_train_start(self) -> None:
         """Continue from the checkpoint; the last action before the first batch or the hooks of the first epoch."""
@@ -471,12 +483,14 @@ class ExactResume:
         if combined is None or isinstance(fit._data_fetcher, _DataLoaderIterDataFetcher):
             return None  # with dataloader_iter the module reads as many batches as it likes
         states = []
-        for loader in combined.flattened:
-            position = None
+        for index, loader in enumerate(combined.flattened):
+            position, seed = None, seed_of(loader)
             if (tracker := self._trackers.get(id(loader))) is not None:
                 batches = loop_progress.batches_in_pass(combined._mode, progress.batches, sized_len(loader))
                 position = tracker.current_position(batches)
-            states.append(LoaderState(kind_of(loader), position, epoch_of(loader)))
+            if seed is not None:  # after the run, the sampler has the user's seed again
+                seed = self._seeds.get(index, {}).get(seed, seed)
+            states.append(LoaderState(kind_of(loader), position, epoch_of(loader), seed))
         return states
 
     @property
@@ -537,8 +551,7 @@ def _check_continues(
 
 def _loses_order(loader: Any) -> bool:
     """Whether Lightning has wrapped the sampler of a loader with its own state, which then lacks the sampler's."""
-    batches = getattr(loader, "batch_sampler", None)  # None with batch_size=None
-    wrapped = wrapped_sampler(getattr(loader if batches is None else batches, "sampler", None))
+    wrapped = wrapped_sampler(index_sampler(loader))
     has_same_order = isinstance(wrapped, Sequence) or hasattr(wrapped, "set_epoch")  # with the same seed
     return kind_of(loader) == "stateful" and wrapped is not None and not has_same_order
 

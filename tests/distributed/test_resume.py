@@ -25,7 +25,15 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, default_collate, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    default_collate,
+    get_worker_info,
+)
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, Recipe
 from lightning_mcore.checkpoint.files import record_file
@@ -1045,17 +1053,31 @@ class Shuffling(Sampler[int]):
         self.epoch = epoch
 
 
+class OwnBatches(BatchSampler):
+    """Keeps its class when Lightning gives it another sampler."""
+
+
+SEEDED = {
+    "none": dict,
+    "random": lambda: {"sampler": RandomSampler(range(16))},
+    "batches": lambda: {"batch_size": 1, "batch_sampler": OwnBatches(Shuffling(), 2, drop_last=True)},
+    "epochs": lambda: {"sampler": Shuffling()},
+    "order": lambda: {"sampler": [*reversed(range(16))]},
+}
+
+
+@pytest.mark.parametrize("sampler", thorough_but(SEEDED, "none", "batches"))
 @on_ranks(1)
-def test_a_stateful_loader_whose_wrapped_sampler_repeats_its_order_goes_on_in_an_epoch(tmp_path: Path) -> None:
+def test_a_stateful_loader_keeps_the_seed_of_lightnings_sampler(sampler: str, tmp_path: Path) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    with mock.patch.object(pl, "seed_everything", lambda seed, seed_it=pl.seed_everything, **kw: seed_it(7, **kw)):
-        for number, sampler in enumerate((Shuffling, lambda: [*reversed(range(16))])):
-            case = Case(module=Dropping, data=lambda s=sampler: StatefulDataLoader(Samples(16), 2, sampler=s()))  # type: ignore[misc]
-            folder = f"{tmp_path}/{number}"
-            whole = train(case, folder, ("batch 11",), max_epochs=2)
-            rest = train(case, folder, resume=f"{folder}/batch 11.ckpt", max_epochs=2)
-            assert rest.batches == whole.batches[-len(rest.batches) :]
+    case = Case(module=Dropping, data=lambda: StatefulDataLoader(Samples(16), **{"batch_size": 2} | SEEDED[sampler]()))
+    whole = train(case, str(tmp_path), ("batch 11", "epoch 0"), max_epochs=3).batches
+    for first, second in (("batch 11", "end"), ("epoch 0", "batch 4")):  # the end is saved after the run
+        part = train(case, str(tmp_path), (second,), f"{tmp_path}/{first}.ckpt", max_epochs=2).batches
+        assert part == whole[16 - len(part) : 16]
+        rest = train(case, str(tmp_path), (), f"{tmp_path}/{second}.ckpt", max_epochs=3).batches
+        assert rest == whole[24 - len(rest) :]
 
 
 @pytest.mark.parametrize("evaluate", ["validate", "test", "predict"])
