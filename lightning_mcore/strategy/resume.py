@@ -236,10 +236,10 @@ class ExactResume:
                 tracker.put_own_states(position.own)
         elif tracker is None:
             self._set_seed(loader, index)
-        if restored is None and _loses_order(loader):
-            rank_zero_warn(f"this run cannot resume in the middle of an epoch, because {_LOST_ORDER}; {_KEEP_ORDER}")
         if restored is not None and restored.progress.in_epoch:
             _check_continues(loader, index, tracker, restored, ranks)
+        if _loses_order(loader):
+            rank_zero_warn(f"this run cannot resume in the middle of an epoch, because {_LOST_ORDER}; {_KEEP_ORDER}")
 
     def _set_seed(self, loader: Any, index: int) -> None:
         """Give a loader's distributed sampler the interrupted run's seed, which the loader's own state lacks."""
