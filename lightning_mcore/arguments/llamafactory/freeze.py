@@ -22,16 +22,18 @@ def trained_parts(keys: FactoryKeys) -> list[str]:
     names = [name for of_weight in tensor_names(family, fields).values() for name in of_weight]
     prefix = family.layer_prefix.partition("{layer}")[0]
     # "model.layers.0.self_attn.q_proj.weight" has the module self_attn; "model.norm.weight", outside, has norm.
-    in_layers = {name.removeprefix(prefix).split(".")[1] for name in names if name.startswith(prefix)}
-    outside = {name.split(".")[-2] for name in names if not name.startswith(prefix)}
     count, total = keys.freeze_trainable_layers, int(fields["num_layers"])
     layers = range(max(0, total - count), total) if count > 0 else range(min(-count, total))
-    modules = _chosen("freeze_trainable_modules", keys.freeze_trainable_modules, {"all", *in_layers})
-    extra = _chosen("freeze_extra_modules", keys.freeze_extra_modules, outside)
+    chosen = tuple(f"{prefix}{layer}." for layer in layers)
+    in_layers = {name.removeprefix(prefix).split(".")[1] for name in names if name.startswith(chosen or prefix)}
+    outside = {name.split(".")[-2] for name in names if not name.startswith(prefix)}
+    lacks = f"the layers chosen by freeze_trainable_layers: {count} lack"
+    modules = _chosen("freeze_trainable_modules", keys.freeze_trainable_modules, {"all", *in_layers}, lacks)
+    extra = _chosen("freeze_extra_modules", keys.freeze_extra_modules, outside, "the model lacks")
     if is_reward:
         extra.append(SCORE)
     # The last 2 of 4 layers are "model.layers.2." and "model.layers.3."; with modules, "model.layers.2.mlp." etc.
-    parts = [f"{prefix}{layer}.{'' if name == 'all' else f'{name}.'}" for name in modules for layer in layers]
+    parts = [f"{layer}{'' if name == 'all' else f'{name}.'}" for name in modules for layer in chosen]
     # Not every layer has each module: only Kimi Linear's first has mlp, and the others block_sparse_moe.
     parts = [part for part in parts if any(name.startswith(part) for name in names)] + extra
     if not parts:
@@ -42,9 +44,9 @@ def trained_parts(keys: FactoryKeys) -> list[str]:
     return parts
 
 
-def _chosen(key: str, given: str | None, known: set[str]) -> list[str]:
+def _chosen(key: str, given: str | None, known: set[str], lacks: str) -> list[str]:
     names = [] if given is None else split_names(given)
     for name in names:
         if name not in known:
-            raise ValueError(f"{key}: {given} has {name!r}, which the model lacks; choose {', '.join(sorted(known))}")
+            raise ValueError(f"{key}: {given} has {name!r}, which {lacks}; choose {', '.join(sorted(known))}")
     return names

@@ -55,6 +55,18 @@ def test_a_module_that_some_layers_lack_is_trained_in_the_others() -> None:
     MCoreGPT.from_pretrained(folder, train_only=parts).check_settings()
 
 
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+@pytest.mark.parametrize("modules", ["mlp", "mlp,self_attn"])
+def test_a_module_that_no_chosen_layer_has_is_refused(stage: str, modules: str) -> None:
+    folder, keys = str(tiny_folder("kimi_linear")), {"stage": stage, "freeze_trainable_modules": modules}
+    names = [name.split(".")[2:4] for name, _ in read_tensors(folder) if name.startswith("model.layers.")]
+    count = len({layer for layer, _ in names}) - 1  # all but the first
+    keys["freeze_trainable_layers"] = count
+    assert ["0", "mlp"] in names
+    with refuses(ValueError, f"freeze_trainable_modules: {modules} has 'mlp', which the layers chosen by"):
+        trained_parts(FactoryKeys(model_name_or_path=folder, finetuning_type="freeze", **keys))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("layers", [1, 0])
 def test_the_score_of_a_reward_model_is_always_trained(layers: int) -> None:
     """LLaMA-Factory adds it after it has frozen the weights. DeepSeek's ``e_score_correction_bias`` is not a score."""
