@@ -7,6 +7,7 @@ Frozen weights have no gradients and no optimizer state; gradients flow through 
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,15 @@ def check_trained(family: Family, fields: Mapping[str, Any], train_only: Sequenc
                 raise ValueError(
                     f"train_only has {part!r}, and the output layer of this model is its embedding; name {EMBEDDING!r},"
                     " which trains both"
+                )
+            # "layers.9.mlp" in a model whose weights are called "model.layers.0.mlp.up_proj.weight" and so on
+            prefix = family.layer_prefix.partition("{layer}")[0]
+            layers = {int(name.removeprefix(prefix).split(".")[0]) for name in known if name.startswith(prefix)}
+            number = re.search(rf"\b{prefix.split('.')[-2]}\.(\d+)\b", part)
+            if number is not None and int(number[1]) not in layers:
+                raise ValueError(
+                    f"train_only has {part!r}, but the model's layers have the numbers {min(layers)} to {max(layers)};"
+                    " choose from these"
                 )
             words = sorted({word for name in known for word in name.split(".") if not word.isdigit()})
             near = difflib.get_close_matches(part.strip(".").rpartition(".")[2], words, 3) or words

@@ -108,3 +108,11 @@ def test_a_choice_of_weights_that_cannot_be_is_a_sentence(settings: dict[str, An
 def test_the_output_layer_of_a_tied_model_is_its_embedding() -> None:
     with refuses(ValueError, "name 'embed_tokens', which trains both"):
         MCoreGPT.from_pretrained(str(tiny_folder("qwen2")), train_only=["lm_head"]).check_settings()
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("llama", "layers.9."), ("llama", "model.layers.4.mlp"), ("nemotron_h", "layers.40.mixer")]
+)
+def test_a_layer_that_the_model_lacks_is_refused_with_those_that_it_has(family: str, part: str) -> None:
+    with refuses(ValueError, f"train_only has {part!r}, but the model's layers have the numbers 0 to "):
+        MCoreGPT.from_pretrained(str(tiny_folder(family)), train_only=[part]).check_settings()
