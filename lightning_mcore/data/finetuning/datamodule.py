@@ -16,6 +16,7 @@ With ``streaming``, training files are tokenised and packed while they are read 
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -451,11 +452,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
         tokenized = self._tokenized(split)
         if not self.validation_share or split == "test":
             return tokenized, np.arange(len(tokenized))
-        # The same on every rank. 1,000 rows with validation_share=0.1: the first 100 of the permutation validate.
+        # The same on every rank. 1,001 rows with validation_share=0.1: the first 101 of the permutation validate.
+        # Source: Dataset.train_test_split in datasets (5.2)
         order = np.random.default_rng(self.seed).permutation(len(tokenized))
         share = self.validation_share
-        count = round(len(tokenized) * share) if share < 1 else int(share)
-        if not 0 < count < len(tokenized):
+        count = math.ceil(len(tokenized) * share) if share < 1 else int(share)
+        if count >= len(tokenized):
             raise ValueError(
                 f"validation_share={self.validation_share} of {len(tokenized)} samples leaves none to"
                 f" {'validate' if count == 0 else 'train'} on; choose another share, or give validation_files"

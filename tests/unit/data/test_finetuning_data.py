@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from lightning_mcore.data.finetuning.chat import ChatEncoder
@@ -119,6 +120,16 @@ def test_a_share_is_held_out_for_validation(tmp_path: Path) -> None:
 
 
 def test_only_what_a_stage_needs_is_read(tmp_path: Path) -> None:
+def test_a_share_is_split_as_datasets_splits_it(tmp_path: Path) -> None:
+    """Rounded up: 10.4 samples are 11, and 0.4 are one."""
+    file = write(tmp_path / "a.jsonl", exchanges(40))
+    for share in (0.26, 0.01):
+        module = opened(tmp_path, file, validation_share=share, seed=1)
+        split = Dataset.from_dict({"row": range(40)}).train_test_split(share, seed=1)
+        assert samples_of(module.train_dataloader()).keys() == set(split["train"]["row"])
+        assert samples_of(module.val_dataloader()).keys() == set(split["test"]["row"])
+
+
     rows = exchanges(8)
     files = {name: write(tmp_path / f"{name}.jsonl", rows) for name in ("validation", "test")}
     module = data(tmp_path, "nowhere.jsonl", validation_files=files["validation"], test_files=files["test"])
@@ -270,7 +281,7 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     silent = write(tmp_path / "silent.jsonl", [{"prompt": "q", "response": ""}])
     refuse("silent.jsonl' has nothing to learn (packed 0 of 1 samples", tmp_path, silent)
     short = write(tmp_path / "a.jsonl", exchanges(3))
-    refuse("validation_share=0.01 of 3 samples leaves none to validate on", tmp_path, short, validation_share=0.01)
+    refuse("validation_share=0.9 of 3 samples leaves none to train on", tmp_path, short, validation_share=0.9)
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
