@@ -217,7 +217,7 @@ class _Samples(TokenizedSamples):
         super().__init__(tokenized, *arguments)
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        [sample], seen = self._read([index]), self._seen[index]
+        sample, seen = self._read(index), self._seen[index]
         if seen[_UNREADABLE]:
             self.statistics.samples += 1
             self.statistics.unreadable_image += 1

@@ -371,7 +371,7 @@ class TokenizedSamples(Dataset[TokenSample]):
     def __init__(
         self, tokenized: Any, indices: NDArray[np.int64], row_length: int, overlong: Overlong, name: str
     ) -> None:
-        self._tokenized = tokenized.with_format("numpy")
+        self._tokenized = tokenized
         self._row_length = row_length
         self._overlong: Overlong = overlong
         self.statistics = PackingStatistics()
@@ -393,19 +393,22 @@ class TokenizedSamples(Dataset[TokenSample]):
             places.append(np.full_like(found[-1][0], place))
         # Rows 0 and 2 fit and row 1 becomes two pieces: found at places 0, 2, 1, 1, they get the order 0, 1, 1, 2
         order = np.argsort(np.concatenate(places), kind="stable")
-        # Sample k is piece ``_piece[k]`` of row ``_source[k]``.
+        # Sample k is piece ``_piece[k]`` of row ``_source[k]``, counting pieces without a target.
         self._source, self._piece, self.lengths = (np.concatenate(parts)[order] for parts in zip(*found, strict=True))
         if not len(self.lengths):
             raise ValueError(f"{name} has nothing to learn ({self.statistics}); give rows with answers")
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        [sample] = self._read([index])
+        sample = self._read(index)
         if not len(sample.tokens):
             self.statistics.leave_out_unanswered()
             return (np.zeros(0, np.int64),) * 3
         pieces = fit_sample(sample, self._row_length, self.statistics, self._overlong, "drop")
         lengths = np.array([piece.length for piece in pieces], np.int64)
-        return np.full_like(lengths, index), np.arange(len(pieces)), lengths
+        # In rows of 4, targets 3 and 9 are in pieces 0 (inputs 0..3) and 2 (inputs 8..11)
+        assert sample.loss_mask is not None
+        numbers = np.unique(np.flatnonzero(sample.loss_mask[1:]) // self._row_length)[: len(pieces)]
+        return np.full_like(lengths, index), numbers, lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -427,12 +430,9 @@ class TokenizedSamples(Dataset[TokenSample]):
         return b"".join(values.astype("<i8").tobytes() for values in (self._source, self._piece, self.lengths))
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
-        """Return the samples at ``indices`` [n], in one read; pieces are cut again here rather than stored."""
-        samples = self._read(self._source[indices].tolist())
-        for place, piece in enumerate(self._piece[indices].tolist()):
-            if piece or samples[place].length > self._row_length:
-                pieces = fit_sample(samples[place], self._row_length, PackingStatistics(), self._overlong, "drop")
-                samples[place] = pieces[piece]
+        """Return the samples at ``indices`` [n]; pieces are cut again here rather than stored."""
+        places = zip(self._source[indices].tolist(), self._piece[indices].tolist(), strict=True)
+        samples = [self._read(row, self._row_length, piece) for row, piece in places]
         if self.teacher_table is None:
             return samples
         # Opened anew each time, so that nothing but a path goes to a DataLoader's workers
@@ -442,12 +442,12 @@ class TokenizedSamples(Dataset[TokenSample]):
             for index, sample in zip(np.asarray(indices).tolist(), samples, strict=True)
         ]
 
-    def _read(self, rows: list[int]) -> list[TokenSample]:
-        read = self._tokenized[rows]
-        return [
-            TokenSample(np.asarray(tokens, np.int64), np.asarray(learnt, np.bool_), row)
-            for tokens, learnt, row in zip(read["tokens"], read["learnt"], rows, strict=True)
-        ]
+    def _read(self, row: int, length: int | None = None, piece: int = 0) -> TokenSample:
+        """Read a row, or one of its pieces of ``length`` inputs and no other."""
+        part = slice(None) if length is None else slice(piece * length, (piece + 1) * length + 1)
+        # Slices of the mapped file, because a row may be a whole book
+        tokens, learnt = (self._tokenized.data.column(name)[row].values[part] for name in ("tokens", "learnt"))
+        return TokenSample(tokens.to_numpy().astype(np.int64), learnt.to_numpy(zero_copy_only=False), row)
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):

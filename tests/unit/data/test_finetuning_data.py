@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of exchanges become rows: every sample once, packed or not; what is wrong with them has a file and a line."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from datasets import Dataset
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore.data.finetuning.chat import ChatEncoder
@@ -119,7 +120,6 @@ def test_a_share_is_held_out_for_validation(tmp_path: Path) -> None:
     assert samples_of(other.val_dataloader()).keys() != validation.keys()
 
 
-def test_only_what_a_stage_needs_is_read(tmp_path: Path) -> None:
 def test_a_share_is_split_as_datasets_splits_it(tmp_path: Path) -> None:
     """Rounded up: 10.4 samples are 11, and 0.4 are one."""
     file = write(tmp_path / "a.jsonl", exchanges(40))
@@ -130,6 +130,7 @@ def test_a_share_is_split_as_datasets_splits_it(tmp_path: Path) -> None:
         assert samples_of(module.val_dataloader()).keys() == set(split["test"]["row"])
 
 
+def test_only_what_a_stage_needs_is_read(tmp_path: Path) -> None:
     rows = exchanges(8)
     files = {name: write(tmp_path / f"{name}.jsonl", rows) for name in ("validation", "test")}
     module = data(tmp_path, "nowhere.jsonl", validation_files=files["validation"], test_files=files["test"])
@@ -168,6 +169,18 @@ def test_what_teaches_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
     module = opened(tmp_path, write(tmp_path / "a.jsonl", rows))
     assert samples_of(module.train_dataloader()) == expected(rows[:5])
     assert "left out 2 without an answer" in str(module.statistics["train"])
+
+
+def test_a_piece_of_a_long_sample_is_read_without_the_others(tmp_path: Path) -> None:
+    """Otherwise the time for a document would grow with the square of its length."""
+    file = write(tmp_path / "a.jsonl", [{"prompt": "q", "response": "a" * 10**6}])
+    for overlong in ("cut", "split"):
+        rows: Any = opened(tmp_path, file, overlong=overlong, packing=False).train_dataloader().dataset
+        tracemalloc.start()
+        assert rows[len(rows) - 1].length > 0
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 10**5, f"{peak} bytes"
 
 
 def test_a_sample_that_is_longer_than_a_row_is_refused_cut_or_split(tmp_path: Path) -> None:
