@@ -6,6 +6,7 @@ sample: [b] for dense rows, [b, n] for the sub-sequences of packed rows, -1 for 
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,13 +24,13 @@ def names_of_sources(paths: Sequence[str]) -> list[str]:
     become ``en/train`` and ``de/train``.
     """
     parts = [_stem(path).replace(os.sep, "/").strip("/").split("/") for path in paths]
+    ends = Counter(tuple(path[-length:]) for path in parts for length in range(1, len(path) + 1))
     names = []
-    for mine in parts:
-        others = [other for other in parts if other is not mine]
+    for path in parts:
         length = 1
-        while length < len(mine) and any(other[-length:] == mine[-length:] for other in others):
+        while length < len(path) and ends[tuple(path[-length:])] > 1:
             length += 1
-        names.append("/".join(mine[-length:]))
+        names.append("/".join(path[-length:]))
     return names
 
 

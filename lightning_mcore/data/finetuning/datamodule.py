@@ -182,7 +182,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         self.log_sources = log_sources
         self.source_names: list[str] = []
         """Name of each file in the names of logged losses, after ``setup``; empty without ``log_sources``."""
-        self._files_of_sources: list[str] = []
+        self._numbers_of_files: dict[str, int] = {}
         self._rows_of_sources: dict[str, tuple[NDArray[np.int64], list[int]]] = {}  # by split, for with_sources
 
     @cached_property
@@ -380,9 +380,10 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     def _sources_of(self, files: Sequence[str]) -> dict[str, int]:
         """Return each file's number among all sources, and give new ones a number and a name."""
-        self._files_of_sources += [file for file in files if file not in self._files_of_sources]
-        self.source_names = names_of_sources(self._files_of_sources)
-        return {file: self._files_of_sources.index(file) for file in files}
+        numbers = self._numbers_of_files
+        found = {file: numbers.setdefault(file, len(numbers)) for file in files}
+        self.source_names = names_of_sources([*numbers])
+        return found
 
     @property
     def _padded_to(self) -> int | None:
@@ -459,8 +460,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         count = math.ceil(len(tokenized) * share) if share < 1 else int(share)
         if count >= len(tokenized):
             raise ValueError(
-                f"validation_share={self.validation_share} of {len(tokenized)} samples leaves none to"
-                f" {'validate' if count == 0 else 'train'} on; choose another share, or give validation_files"
+                f"validation_share={self.validation_share} of {len(tokenized)} samples leaves none to train on; choose"
+                " another share, or give validation_files"
             )
         return tokenized, np.sort(order[:count] if split == "validation" else order[count:])
 

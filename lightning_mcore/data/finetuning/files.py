@@ -12,6 +12,7 @@ import glob
 import importlib.util
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
         raise ValueError(f"{name} has the file {unknown[0]!r}; give files that end with .jsonl, .json or .parquet")
     if len({_format(file) for file in found}) > 1:
         raise ValueError(f"{name} mixes JSON and parquet files; give files of one kind")
-    twice = [file for file in found if found.count(file) > 1]
+    twice = [file for file, count in Counter(found).items() if count > 1]
     if twice:
         raise ValueError(f"{name} has the file {twice[0]!r} twice; name each file once")
     return found

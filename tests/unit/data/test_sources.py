@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of sources, and which source a sample of joined files is of."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -35,3 +37,10 @@ def test_wrong_sources_are_refused() -> None:
         check_sources(batch, ["web", "code"])
     with pytest.raises(ValueError, match=r"source_ids has the shape \[1\], but the batch has \[2\] samples"):
         check_sources({**batch, "source_ids": torch.tensor([0])}, ["web", "code"])
+
+
+def test_names_of_many_files_are_found_at_once() -> None:
+    paths = [f"data/{number}/train.jsonl" for number in range(3000)]
+    start = time.process_time()
+    assert names_of_sources(paths) == [f"{number}/train" for number in range(3000)]
+    assert time.process_time() - start < 1  # comparing each path with the others took 4 seconds
