@@ -202,7 +202,7 @@ _NEEDS_OTHER_CACHE: dict[str, Any] = {
 }
 """Arguments of transformers' ``generate`` that are not supported, and the value at which each has no effect."""
 
-_NOT_GENERATED = ("output_hidden_states", "output_attentions", "token_healing", "position_ids")
+_NOT_GENERATED = ("output_hidden_states", "output_attentions", "output_router_logits", "token_healing", "position_ids")
 """More of them, which are not supported with or without a cache."""
 
 
@@ -487,6 +487,7 @@ class HFModel(nn.Module):
             value = arguments.get(name, getattr(config, name, None))
             if value is not None and value is not False:  # position_ids are a tensor
                 raise ValueError(f"generate() got {name}, which is not supported; leave it out")
+        arguments.pop("output_router_logits", None)  # transformers would pass False on to the model
         if self.suffix:
             raise TypeError("generate() needs logits over the vocabulary; give head='causal-lm' to hf_model()")
         if self.pipeline.is_active and self.pipeline.is_staged:

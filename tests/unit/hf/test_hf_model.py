@@ -398,6 +398,7 @@ def test_generation_with_a_cache_of_transformers_is_refused_by_name(model: HFMod
     [
         {"output_hidden_states": True},
         {"output_attentions": True},
+        {"output_router_logits": True},
         {"token_healing": True},
         {"prefill_chunk_size": 2},
         {"position_ids": torch.arange(4)[None]},
