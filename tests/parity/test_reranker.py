@@ -263,8 +263,8 @@ def interrupted(base: str, file: str, cache: str, layout: Layout, packing: bool,
             way,
             data,
             ckpt_path=None if start is None else f"{cache}/kept/step={start}.ckpt",
-            callbacks=[keep] if start is None and not found else [],
-            enable_checkpointing=True,
+            callbacks=[] if found else [keep],
+            enable_checkpointing=not found,  # otherwise Lightning would add one of its own
             **arguments,
         )
         found.append((seen.logged, weights(module)))
