@@ -148,15 +148,24 @@ def _cluster(settings: RaySettings) -> Iterator[None]:
         yield
         return
     given = {"log_to_driver": False, "logging_level": logging.WARNING, **settings.init_kwargs}  # type: ignore[dict-item]
-    if "address" in given:
-        ray.init(**given)
-    elif _NEW_CLUSTER_OPTIONS & set(given):
-        ray.init(address="local", **_SMALL | given)
-    else:
-        try:
-            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **given)
-        except ConnectionError:
+    try:
+        if "address" in given:
+            ray.init(**given)
+        elif _NEW_CLUSTER_OPTIONS & set(given):
             ray.init(address="local", **_SMALL | given)
+        else:
+            try:
+                ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **given)
+            except ConnectionError:
+                ray.init(address="local", **_SMALL | given)
+    except Exception as error:
+        # Source: ``Node.__init__`` (Ray 2.60), which raises an Exception without a class of its own after 30 seconds
+        if "timed out during startup" not in str(error):
+            raise
+        raise RuntimeError(
+            f"Ray did not start on {socket.gethostname()} within its own time limit; run the command again when the"
+            " machine is less busy"
+        ) from None
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -414,3 +415,14 @@ def test_an_elastic_run_waits_until_a_loss_is_known(monkeypatch: pytest.MonkeyPa
     assert policy._count_possible_workers(reserved) == 8
     policy._may_start = time.monotonic() + 5
     assert isinstance(policy.make_decision_for_non_running_worker_group(), elastic.NoopDecision)
+
+
+@with_ray
+def test_ray_that_does_not_start_in_time_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_mcore.ray import launch
+
+    said = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+    for error, kind, text in ((said, RuntimeError, "Ray did not start on"), ("another failure", Exception, "another")):
+        monkeypatch.setattr(launch.ray, "init", Mock(side_effect=Exception(error)))
+        with pytest.raises(kind, match=text), launch._cluster(RaySettings(1, init_kwargs={"num_cpus": 1})):
+            pass
