@@ -63,9 +63,14 @@ def run(arguments: Sequence[str]) -> int:
 
 def _on_ray(asked: "FactoryRun", options: dict[str, Any], words: Sequence[str]) -> int:
     """Run the same command on Ray's workers, and return the exit code."""
+    from lightning_mcore.arguments.llamafactory.rules import errors_in_file_keys
     from lightning_mcore.cli import ray as on_ray
 
     arguments = asked.arguments
+    # Now, because starting Ray takes long, and its workers would all report the same error.
+    code = run_command(errors_in_file_keys()(lambda: _check_checkpoint(arguments.ckpt_path)))
+    if code != DONE:
+        return code
     trainer = {
         "accelerator": "cpu" if arguments.use_cpu else options["accelerator"],
         "devices": options["devices"],
@@ -196,17 +201,21 @@ def _resume(asked: "FactoryRun") -> str | None:
     folder = str(arguments.output_dir)
     given = arguments.ckpt_path
     if given is not None:
-        if not os.path.exists(given):
-            raise FileNotFoundError(
-                f"resume_from_checkpoint: {given!r} does not exist; give a checkpoint that does, or leave the key out"
-                " to continue from the newest one in output_dir"
-            )
+        _check_checkpoint(given)
         return given
     if not arguments.do_train:  # evaluate model_name_or_path itself
         return None
     found = where_to_resume(folder, asked.keys.overwrite_output_dir)
     # It can only be "false" here, which starts a new run, but not over a model in the folder (where_to_resume raises).
     return found if arguments.resume_from_checkpoint is None else None
+
+
+def _check_checkpoint(given: str | None) -> None:
+    if given is not None and not os.path.exists(given):
+        raise FileNotFoundError(
+            f"resume_from_checkpoint: {given!r} does not exist; give a checkpoint that does, or leave the key out"
+            " to continue from the newest one in output_dir"
+        )
 
 
 def _early_stopping(asked: "FactoryRun") -> list[Any]:

@@ -169,6 +169,8 @@ def test_a_llamafactory_file_asks_for_workers(
         ("tensor_model_parallel_size=3",): "num_workers=4 is not a multiple of 3",
         ("--devices", "2"): "devices=2 times num_nodes=1 is not num_workers=4",
         ("--devices", "0"): "devices=0 times num_nodes=1 is not num_workers=4",
+        ("resume_from_checkpoint=nowhere",): "resume_from_checkpoint: 'nowhere' does not exist",
+        ("resume_from_checkpoint=true",): "resume_from_checkpoint",
         ("--ray-min-workers", "5"): "ray_min_workers=5 is not between 1 and ray_num_workers=4",
     }
     for words, sentence in refused.items():
