@@ -103,11 +103,12 @@ def _made_on_the_cpu(new: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stays(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Move a quantized tensor; a device alone changes nothing, because all are the CPU.
+    """Move a quantized tensor; a device alone changes nothing, because all but meta are the CPU.
 
     Source: ``_FromMXFP8Func`` and ``_FromNVFP4Func`` (2.20.2) move a tensor to the GPU, where they then dequantize it.
     """
-    return tensor if not args and kwargs.keys() == {"device"} else torch.Tensor.to(tensor, *args, **kwargs)
+    stays = not args and kwargs.keys() == {"device"} and torch.device(kwargs["device"]).type != "meta"
+    return tensor if stays else torch.Tensor.to(tensor, *args, **kwargs)
 
 
 def patch_transformer_engine() -> None:

@@ -264,3 +264,12 @@ def test_transformer_engines_own_tensors_come_back() -> None:
         again = quantizer.make_empty((256, 384), dtype=torch.float32, device=torch.device("cpu"))
         again.copy_(sample(dtype=torch.float32))
         assert torch.equal(again.dequantize(), quantized.dequantize())
+
+
+def test_a_quantized_tensor_moves_to_the_meta_device_as_a_plain_one() -> None:
+    with cpu_runtime():
+        quantized = te().MXFP8Quantizer(DType.kFloat8E4M3)(sample())
+        for moved in (quantized.to(device="meta"), quantized.to("meta")):
+            plain = sample().to(device="meta")
+            assert (moved.device, moved.dtype, moved.shape) == (plain.device, plain.dtype, plain.shape)
+        assert quantized.to(device="cuda") is quantized
