@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_mcore.config.vision import IMAGE, VIDEO, Vision
-from lightning_mcore.layers.inputs import is_packed
+from lightning_mcore.layers.inputs import is_packed, tokens_of
 
 INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 """Entries of a batch that a processor returns for images and videos."""
@@ -33,12 +33,13 @@ _NAMES = {IMAGE: "image", VIDEO: "video"}
 def with_vision(batch: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
     """Return a batch with ``rope_positions`` and ``vision_rows``; if it has them already, return it unchanged.
 
-    ``batch`` is dense or packed and may contain the processor's entries. Raises ValueError if the image or video tokens
-    do not match the images or videos.
+    ``batch`` is dense or packed and may contain the processor's entries. Raises TypeError if one of these is not a
+    tensor, and ValueError if the image or video tokens do not match the images or videos.
     """
     if "rope_positions" in batch:
         return batch
-    tokens = batch["tokens"]
+    tokens = tokens_of(batch)
+    _check_types(batch)
     kinds = IMAGE * (tokens == vision.image_token_id).long() + VIDEO * (tokens == vision.video_token_id).long()
     images, videos = batch.get("image_grid_thw"), batch.get("video_grid_thw")
     samples = list(_samples(batch))
@@ -62,6 +63,24 @@ def _samples(batch: dict[str, Tensor]) -> Iterator[tuple[int, int, int]]:
     for row in range(rows):
         ends = batch["cu_seqlens_padded"][row].tolist() if is_packed(batch) else [0, length]
         yield from ((row, start, end) for start, end in itertools.pairwise(ends) if end > start)
+
+
+def _check_types(batch: dict[str, Any]) -> None:
+    """Raise an error unless patches are a tensor, and grids an integer tensor of shape [images or videos, 3]."""
+    for name in INPUTS[:4]:
+        value = batch.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"a batch has {name} of type {type(value).__name__}; call this model's processor with"
+                " return_tensors='pt', and pass its output unchanged"
+            )
+        if name.endswith("_grid_thw") and (value.shape[1:] != (3,) or value.is_floating_point()):
+            raise ValueError(
+                f"a batch has {name} of dtype {value.dtype} and shape {list(value.shape)}, and it must be integers of"
+                " shape [n, 3]; pass the output of this model's processor unchanged, with no further dimension"
+            )
 
 
 def _check_runs(vision: Vision, samples: list[list[int]], images: Tensor | None, videos: Tensor | None) -> None:

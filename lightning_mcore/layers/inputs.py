@@ -12,7 +12,7 @@ it, also has the boundaries of its sub-sequences, ``cu_seqlens`` and ``cu_seqlen
 ``source_ids`` are [b, n].
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class ModelInputs:
     @classmethod
     def of(cls, batch: dict[str, Tensor], cp_rank: int = 0, cp_size: int = 1, hybrid: bool = False) -> "ModelInputs":
         """Read a batch that has been split for this context-parallel rank, perhaps with ``hybrid_context_parallel``."""
-        tokens, labels = batch["tokens"], batch.get("labels")
+        tokens, labels = tokens_of(batch), batch.get("labels")
         loss_mask = batch.get("loss_mask")
         if labels is not None:
             ignored = labels == IGNORED_LABEL
@@ -146,9 +146,27 @@ def is_packed(batch: Any) -> bool:
     return True
 
 
+def tokens_of(batch: Any) -> Tensor:
+    """Return a batch's tokens, [b, s]; TypeError or ValueError for a batch without them."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"a batch is a {type(batch).__name__}; give a dict of tokens and labels, each of shape [rows, tokens]"
+        )
+    tokens = batch.get("tokens")
+    if tokens is None:
+        raise ValueError(
+            f"a batch with {', '.join(map(str, batch))} has no tokens; give tokens and labels of shape [rows, tokens],"
+            " where a token's label is the token that follows it"
+        )
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens have the shape {list(tokens.shape)}; give [rows, tokens]")
+    found: Tensor = tokens
+    return found
+
+
 def microbatch_shape(batch: dict[str, Tensor]) -> tuple[int, int]:
     """Return (sequence length, rows) of a microbatch as the layers see it: packed rows are joined, (b * s, 1)."""
-    rows, length = batch["tokens"].shape
+    rows, length = tokens_of(batch).shape
     return (rows * length, 1) if is_packed(batch) else (length, rows)
 
 
@@ -156,7 +174,7 @@ def num_tokens(batch: dict[str, Tensor]) -> int | Tensor:
     """Return the number of tokens in a batch without known padding, an int or an int64 scalar on its device."""
     if is_packed(batch):
         return batch["cu_seqlens"][:, -1].sum()
-    return batch["lengths"].sum() if "lengths" in batch else batch["tokens"].numel()
+    return batch["lengths"].sum() if "lengths" in batch else tokens_of(batch).numel()
 
 
 def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int, hybrid: bool = False) -> dict[str, Tensor]:

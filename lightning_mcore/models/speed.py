@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mcore.config.flops import training_flops_per_token
-from lightning_mcore.layers.inputs import num_tokens
+from lightning_mcore.layers.inputs import num_tokens, tokens_of
 from lightning_mcore.strategy.logs.pipeline import PipelineLogs
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.progress import StepClock, model_copies
@@ -57,7 +57,7 @@ class SpeedLogs(MCoreModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue measuring after validation."""
         self._clock.start()
-        self._row_length = batch["tokens"].size(1) if "tokens" in batch else None
+        self._row_length = tokens_of(batch).size(1) if "tokens" in batch else None
         if self._counter is not None:
             self._counter.count_tokens(num_tokens(batch), self.image_tokens(batch))
 

@@ -121,6 +121,22 @@ def test_tokens_and_labels_outside_the_vocabulary_are_refused(batch: Any) -> Non
         check_vocabulary({name: torch.tensor(ids) for name, ids in batch.items()}, 10)
 
 
+@pytest.mark.parametrize(
+    ("batch", "error", "word"),
+    [
+        ({"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 4)}, ValueError, "input_ids"),
+        ((torch.zeros(1, 4), torch.zeros(1, 4)), TypeError, "tuple"),
+        ({"tokens": torch.zeros(4)}, ValueError, "tokens"),
+    ],
+    ids=["other names", "a tuple", "no rows"],
+)
+def test_batches_without_rows_of_tokens_are_refused(batch: Any, error: type[Exception], word: str) -> None:
+    """By the count of tokens, which comes first, by the layers, and where stages learn the shape of a microbatch."""
+    for read in (num_tokens, ModelInputs.of, microbatch_shape):
+        with refuses(error, word):
+            read(batch)
+
+
 def test_labels_without_a_target_are_inside_the_vocabulary() -> None:
     check_vocabulary({"tokens": torch.tensor([[1, 9]]), "labels": torch.tensor([[-100, 0]])}, 10)
 

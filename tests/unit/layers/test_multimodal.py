@@ -138,6 +138,23 @@ def test_images_without_their_tokens_are_refused(change: dict[str, Any]) -> None
         with_vision({**vision_batch("qwen2_vl"), **change}, settings("qwen2_vl"))
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"image_grid_thw": [[1, 4, 6], [1, 2, 2], [1, 6, 4]]}, TypeError, "image_grid_thw"),
+        ({"pixel_values": [[0.0] * 96] * 52}, TypeError, "pixel_values"),
+        ({"image_grid_thw": torch.tensor([[4, 6], [2, 2], [6, 4]])}, ValueError, "image_grid_thw"),
+        ({"image_grid_thw": torch.tensor([[[1, 4, 6], [1, 2, 2], [1, 6, 4]]])}, ValueError, "image_grid_thw"),
+        ({"video_grid_thw": torch.tensor([[3.0, 4.0, 2.0]])}, ValueError, "video_grid_thw"),
+    ],
+)
+def test_images_that_are_not_what_a_processor_returns_are_refused(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with refuses(error, words):
+        with_vision({**vision_batch("qwen2_vl"), **change}, settings("qwen2_vl"))
+
+
 _HUB_TEXT: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
