@@ -456,12 +456,19 @@ def _least_weights(fields: Mapping[str, Any]) -> int:
     layers, narrow = sizes["num_layers"], sizes["ffn_hidden_size"]
     head = sizes["v_head_dim"] or sizes["kv_channels"]
     attention = sizes["num_attention_heads"] * head if head else sizes["hidden_size"]
-    flags = fields.get("moe_layer_freq")
+    flags, pattern = fields.get("moe_layer_freq"), fields.get("layer_pattern")
     sparse = sum(flags) if isinstance(flags, list) else layers if sizes["num_moe_experts"] else 0
-    experts = sizes["num_moe_experts"] * (sizes["moe_ffn_hidden_size"] or narrow)
-    # In units of hidden_size: an MLP has at least two matrices of [hidden_size, width]
-    mlps = sparse * (experts + sizes["moe_shared_expert_intermediate_size"]) + (layers - sparse) * narrow
-    return sizes["hidden_size"] * (sizes["vocab_size"] + layers * attention + 2 * mlps)
+    attending, dense = layers, layers - sparse
+    for name in ("delta_net", "kimi_delta"):
+        attending -= sum((fields.get(name) or {}).get("linear_attention_freq", ()))
+    if pattern:
+        attending, sparse, dense = (pattern.count(letter) for letter in "*E-")
+    # Megatron's experts may work in a narrower space than hidden_size
+    width = sizes["moe_latent_size"] or sizes["hidden_size"]
+    experts = width * sizes["num_moe_experts"] * (sizes["moe_ffn_hidden_size"] or narrow)
+    # An MLP has at least two matrices of [hidden_size, width]
+    mlps = sizes["hidden_size"] * (sparse * sizes["moe_shared_expert_intermediate_size"] + dense * narrow)
+    return sizes["hidden_size"] * (sizes["vocab_size"] + attending * attention) + 2 * (mlps + sparse * experts)
 
 
 def is_own_checkpoint(path: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_mcore.hf.source import planned_settings, pretrained_settings
-from tests.support.hf_models import tiny_folder
+from tests.support.hf_models import save_tiny, tiny_folder
 from tests.support.sentences import refuses
 
 
@@ -19,6 +19,24 @@ def test_a_plan_has_the_settings_of_the_run(name: str) -> None:
     settings = pretrained_settings(folder, None, 16, transformer)
     assert settings["hf"].pop("stored") == {"dtype": "float32", "others": {}}  # a plan may have no weights to look at
     assert planned_settings(folder, None, 16, transformer) == settings
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        # As in Nemotron 3 Super, whose experts work in a quarter of hidden_size
+        ("nemotron_h", {"moe_latent_size": 8, "moe_intermediate_size": 256, "layers_block_type": ["moe"] * 4}),
+        ("nemotron_h", {"layers_block_type": ["linear_attention"] * 4, "intermediate_size": 1024}),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4, "head_dim": 256}),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 4}),
+        ("kimi_linear", {"layer_types": ["linear_attention"] * 4, "v_head_dim": 512}),
+    ],
+)
+def test_layers_are_not_taken_for_larger_ones_of_another_kind(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_tiny(family, tmp_path, **keys)
+    assert pretrained_settings(str(folder))["vocab_size"] == 101
 
 
 def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
