@@ -194,14 +194,17 @@ class Family:
             except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
                 given = ", ".join(f"{key}={shortened(config.get(key))}" for key in rule.keys)
                 raise ValueError(f"{given} does not have the type that transformers writes ({error})") from error
-        known = IRRELEVANT.union(*(rule.keys for rule in self.config))
-        for key, value in config.items():
-            if key not in known and value is not None:
-                raise ValueError(
-                    f"{key}={shortened(value)} is not a known key of {self.model_type!r} configs and might change the "
-                    "numbers; remove it, or give a family that knows it"
-                )
+        for key in self.strange_keys(config):
+            raise ValueError(
+                f"{key}={shortened(config[key])} is not a known key of {self.model_type!r} configs and might change "
+                "the numbers; remove it, or give a family that knows it"
+            )
         return fields
+
+    def strange_keys(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the keys of a Hugging Face config that have a value, and that no rule knows."""
+        known = IRRELEVANT.union(*(rule.keys for rule in self.config))
+        return [key for key, value in config.items() if key not in known and value is not None]
 
     def check_sizes(self, config: Mapping[str, Any]) -> None:
         """Reject impossible sizes before transformers uses them to complete the config.

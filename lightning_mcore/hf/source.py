@@ -10,9 +10,11 @@ transformers fills in the defaults of a ``config.json`` and renames old keys, so
 key. Importing transformers takes two seconds, so it is imported only to complete a config.
 """
 
+import ast
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import logging
 import os
@@ -20,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -144,7 +147,59 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
     config = family.in_our_words(flat(copy.deepcopy(whole)))
     if "partial_rotary_factor" in (config.get("rope_parameters") or {}):
         config.pop("partial_rotary_factor", None)  # transformers before 5.20 leaves it here too, and reads the other
-    return config
+    return config if is_stand_in else _without_unread(family, config, whole, content.get("transformers_version"))
+
+
+def _without_unread(family: Family, config: dict[str, Any], whole: Mapping[str, Any], version: Any) -> dict[str, Any]:
+    """Leave out keys that neither a rule nor transformers' code for the model knows, as published models have them.
+
+    ``whole`` is the config as transformers completes it, and ``version`` the release of transformers that wrote it.
+    """
+    strange = tuple(family.strange_keys(config))
+    if not strange:
+        return config
+    parts = (whole, *(part for part in whole.values() if isinstance(part, dict)))
+    model_types = tuple(sorted({str(part["model_type"]) for part in parts if "model_type" in part}))
+    unread = _unread_by_transformers(strange, family.model_type, model_types, str(version or "0"))
+    return {key: value for key, value in config.items() if key not in unread}
+
+
+@functools.lru_cache(maxsize=16)  # which also keeps a run from warning more than once
+def _unread_by_transformers(
+    keys: tuple[str, ...], family: str, model_types: tuple[str, ...], version: str
+) -> frozenset[str]:
+    """Return the keys whose names are nowhere in transformers' code for these model types, and warn of them.
+
+    There are none if transformers does not know all the types, or if a newer release wrote the config.
+    """
+    import transformers
+    from lightning.pytorch.utilities import rank_zero_only
+    from packaging.version import InvalidVersion, Version
+
+    classes = transformers.CONFIG_MAPPING
+    try:
+        is_newer = Version(version) > Version(transformers.__version__)
+    except InvalidVersion:
+        is_newer = True
+    if is_newer or any(name not in classes for name in model_types):
+        return frozenset()
+    folders = {Path(inspect.getfile(classes[name])).parent for name in model_types}
+    files = [file for folder in folders for file in folder.glob("*.py")]
+    for pattern in ("modeling_*.py", "configuration_utils.py", "masking_utils.py", "cache_utils.py"):
+        files += Path(transformers.__file__).parent.glob(pattern)
+    known: set[str] = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+        # config.key, getattr(config, "key"), a parameter, and the field of a dataclass
+        match node:
+            case ast.Attribute(attr=name) | ast.Constant(value=str(name)) | ast.arg(arg=name) | ast.Name(id=name):
+                known.add(name)
+    unread = [key for key in keys if key not in known]
+    if unread:
+        rank_zero_only(_log.warning)(
+            "keys of config.json are ignored, because transformers does not read them for %r models: %s",
+            *(family, ", ".join(unread)),
+        )
+    return frozenset(unread)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 
 import copy
 import dataclasses
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from lightning_mcore.config import field_homes
@@ -19,10 +22,10 @@ from lightning_mcore.hf.families import WITH_TOWERS
 from lightning_mcore.hf.family import IRRELEVANT, TRAINING_ONLY, complete_fields, split_fields
 from lightning_mcore.hf.registry import UNSUPPORTED
 from lightning_mcore.hf.safetensors import SafetensorsFolder
-from lightning_mcore.hf.source import complete_config
+from lightning_mcore.hf.source import _unread_by_transformers, complete_config
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.layers.transformer_config import check_transformer_fields
-from tests.support.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN, tiny_folder
+from tests.support.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN, auto_model, tiny_folder
 from tests.support.sentences import refuses
 
 ALL: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in CONFIGS}, **VARIANTS}
@@ -262,11 +265,39 @@ def _read_or_refuse(family: str, config: dict[str, Any], key: str, value: Any) -
         return None
 
 
+FOREIGN = sorted(CONFIGS.keys() - transformers.CONFIG_MAPPING.keys())  # read by classes of other models
+
+
 @pytest.mark.parametrize("family", CONFIGS)
-def test_keys_that_no_rule_knows_are_refused(family: str) -> None:
-    with pytest.raises(ValueError, match=r"key_scale=2.0 is not a known key of"):
-        read(family, key_scale=2.0)
-    assert read(family, key_scale=None) == read(family)
+def test_keys_that_neither_a_rule_nor_transformers_knows_are_ignored_with_a_warning(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read(family, query_rescale=None) == read(family)
+    if family in FOREIGN:
+        with pytest.raises(ValueError, match=r"query_rescale=2.0 is not a known key of"):
+            read(family, query_rescale=2.0)
+        return
+    _unread_by_transformers.cache_clear()
+    for _ in range(2):
+        assert read(family, query_rescale=2.0) == read(family)
+    said = (
+        f"keys of config.json are ignored, because transformers does not read them for '{family}' models: query_rescale"
+    )
+    assert caplog.messages.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "version"),
+    [
+        ("sliding_window", 8, None),  # any model's cache and mask read it
+        ("quantization_config", {"bits": 4}, None),
+        ("query_rescale", 2.0, "99.0"),  # a newer transformers may read it
+        ("query_rescale", 2.0, "newest"),
+    ],
+)
+def test_keys_that_transformers_may_read_are_refused(key: str, value: Any, version: str | None) -> None:
+    with pytest.raises(ValueError, match=rf"{key}=.* is not a known key of"):
+        read("llama", **{key: value}, transformers_version=version)
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -321,7 +352,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v32", {"layer_types": ["indexed_attention", "full_attention"] * 2}),
     ("deepseek_v32", {"mlp_bias": True}),
     ("deepseek_v32", {"rope_interleave": False}),
-    ("deepseek_v32", {"indexer_types": ["full", "shared"] * 2}),
     ("glm_moe_dsa", {"indexer_types": ["full", "full", "none", "full"]}),
     ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full", "full"]}),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "hash", "sparse"]}),
@@ -391,15 +421,15 @@ def test_a_config_is_completed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     content = {"model_type": "llama", "asked_for_by": "this test"}
     first, second = (complete_config(find_family("llama"), content) for _ in range(2))
     assert asked == ["llama"]
-    first["nested"]["key"] = 2
-    assert second["nested"]["key"] == 1
+    first["rope_parameters"]["factor"] = 2
+    assert second["rope_parameters"]["factor"] == 1
 
 
 class CompleteConfig:
     """Stands for a config of transformers."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"nested": {"key": 1}}
+        return {"rope_parameters": {"factor": 1}}
 
 
 # ---- models that are published, with the keys that they have
@@ -721,6 +751,21 @@ def test_keys_of_published_models_that_transformers_does_not_read_are_accepted(f
     assert read(family, **UNREAD_KEYS[family]) == read(family)
 
 
+@pytest.mark.parametrize("family", [*UNREAD_KEYS, "llama"])
+def test_transformers_computes_the_same_without_the_keys_that_are_ignored(family: str, tmp_path: Path) -> None:
+    strange = {**UNREAD_KEYS.get(family, {}), "logit_softcapping": 30.0, "rope_interleaved": True, "head_norm": True}
+    folder = shutil.copytree(tiny_folder(family), tmp_path / "model")
+    tokens = torch.arange(24)[None] % 50
+    logits = []
+    for keys in ({}, strange):
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**keys, **content}))
+        with torch.no_grad():
+            model = auto_model().from_pretrained(folder, attn_implementation="eager").eval()
+            logits.append(model(tokens, use_cache=False).logits)
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
@@ -740,7 +785,6 @@ def test_such_keys_with_another_meaning_are_refused(family: str, key: str, value
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "exaone_moe"])
 def test_multi_token_weights_that_transformers_does_not_read_are_left_out(family: str, tmp_path: Path) -> None:
     import safetensors.torch
-    import transformers
 
     whole = safetensors.torch.load_file(tiny_folder(family) / "model.safetensors")
     model = getattr(transformers, find_family(family).architecture)

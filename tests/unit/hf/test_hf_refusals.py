@@ -113,7 +113,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception]]] = {
     "another architecture": (change_config(model_type="gpt_neox"), ValueError),
     "no model type": (change_config(model_type=None), ValueError),
     "a key that changes the numbers": (change_config(hidden_act="gelu"), ValueError),
-    "an unknown key": (change_config(logit_softcapping=30.0), ValueError),
+    "an unknown key": (change_config(sliding_window=30), ValueError),
     "a quantised model": (change_config(quantization_config={"quant_method": "fp8"}), ValueError),
     "quantised tensors": (
         change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.float8_e4m3fn)})),
