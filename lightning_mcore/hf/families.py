@@ -428,7 +428,7 @@ AFMOE = (
     Rename("mlp.router.expert_bias", "mlp.expert_bias", in_fp32=True),
 )
 # Keys of published models whose code began as DeepSeek's
-LIKE_DEEPSEEK = (
+LIKE_DEEPSEEK: tuple[ConfigRule, ...] = (
     *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
     Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
 )
@@ -534,7 +534,8 @@ _ROWS = (
     family("ernie4_5", "Ernie4_5", DECODER, INTERLEAVED, USE_BIAS, d.ATTENTION_BIASES, d.MLP, d.MLP_BIASES),
     family(
         *("dots1", "Dots1", DECODER, LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
-        *(d.PRETRAINING_TP, LIKE_DEEPSEEK),
+        *(d.PRETRAINING_TP, d.without("scoring_func", LIKE_DEEPSEEK)),
+        Unused(("scoring_func",)),  # "noaux_tc" in dots.llm1
     ),
     # Granite 3 and 4
     family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, d.MULTIPLIERS),

@@ -12,7 +12,7 @@ last the readers of single values. transformers has already checked that a rope 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from lightning_mcore.config.architecture import STRETCHES
@@ -359,6 +359,29 @@ def _write_unrotated(fields: Fields) -> dict[str, Any]:
 
 UNROTATED_LAYERS = Derived(("no_rope_layers", "no_rope_layer_interval"), _read_unrotated, _write_unrotated)
 """SmolLM3: some layers have no rotary positions. transformers makes the list from the interval if it is missing."""
+
+# ---- keys that no rope type has
+
+ROPE_KEY = "rope_parameters"
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(
+    *(kind.keys for kind in _ROPE_TYPES.values())
+)
+
+
+def strange_rope_keys(rope: Any) -> list[str]:
+    """Return the keys that no rope type has, such as ``rope_parameters.finetuned``, also of the parts by layer type."""
+    if not isinstance(rope, dict):
+        return []
+    own = [f"{ROPE_KEY}.{key}" for key, value in rope.items() if key not in _ROPE_KEYS and not isinstance(value, dict)]
+    return [*own, *(key for part in rope.values() for key in strange_rope_keys(part))]
+
+
+def without_rope_keys(rope: Any, names: Collection[str]) -> Any:
+    """Return ``rope`` without keys that have the names of :func:`strange_rope_keys`."""
+    if not isinstance(rope, dict):
+        return rope
+    return {key: without_rope_keys(part, names) for key, part in rope.items() if f"{ROPE_KEY}.{key}" not in names}
+
 
 # ---- single values
 

@@ -33,6 +33,7 @@ from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, re
 from lightning_mcore.hf.family import HIDDEN, SCORE, SCORING, VALUE_HEAD, VALUE_HEAD_FILE, Family, split_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json
 from lightning_mcore.hf.registry import find_family, registered_family
+from lightning_mcore.hf.rope_rules import ROPE_KEY, strange_rope_keys, without_rope_keys
 from lightning_mcore.hf.vision_families import with_tower
 
 GENERATION_FILE = "generation_config.json"
@@ -155,13 +156,14 @@ def _without_unread(family: Family, config: dict[str, Any], whole: Mapping[str, 
 
     ``whole`` is the config as transformers completes it, and ``version`` the release of transformers that wrote it.
     """
-    strange = tuple(family.strange_keys(config))
+    strange = (*family.strange_keys(config), *strange_rope_keys(config.get(ROPE_KEY)))
     if not strange:
         return config
     parts = (whole, *(part for part in whole.values() if isinstance(part, dict)))
     model_types = tuple(sorted({str(part["model_type"]) for part in parts if "model_type" in part}))
     unread = _unread_by_transformers(strange, family.model_type, model_types, str(version or "0"))
-    return {key: value for key, value in config.items() if key not in unread}
+    kept = {key: value for key, value in config.items() if key not in unread}
+    return {**kept, ROPE_KEY: without_rope_keys(kept[ROPE_KEY], unread)} if ROPE_KEY in kept else kept
 
 
 @functools.lru_cache(maxsize=16)  # which also keeps a run from warning more than once
@@ -184,16 +186,17 @@ def _unread_by_transformers(
     if is_newer or any(name not in classes for name in model_types):
         return frozenset()
     folders = {Path(inspect.getfile(classes[name])).parent for name in model_types}
-    files = [file for folder in folders for file in folder.glob("*.py")]
+    files = [file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("modular_")]
     for pattern in ("modeling_*.py", "configuration_utils.py", "masking_utils.py", "cache_utils.py"):
-        files += Path(transformers.__file__).parent.glob(pattern)
+        found = Path(transformers.__file__).parent.glob(pattern)
+        files += [file for file in found if "gguf" not in file.name]  # which reads another kind of files
     known: set[str] = set()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
         # config.key, getattr(config, "key"), a parameter, and the field of a dataclass
         match node:
             case ast.Attribute(attr=name) | ast.Constant(value=str(name)) | ast.arg(arg=name) | ast.Name(id=name):
                 known.add(name)
-    unread = [key for key in keys if key not in known]
+    unread = [key for key in keys if key.removeprefix(f"{ROPE_KEY}.") not in known]
     if unread:
         rank_zero_only(_log.warning)(
             "keys of config.json are ignored, because transformers does not read them for %r models: %s",

@@ -714,7 +714,7 @@ UNREAD_KEYS: dict[str, dict[str, Any]] = {
         "full_attn_mod": 1,
         "interpolate_factor": 1,
     },
-    "dots1": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "pretraining_tp": 1},
+    "dots1": {"scoring_func": "noaux_tc", "topk_method": "noaux_tc", "moe_layer_freq": 1, "pretraining_tp": 1},
     "gemma2": {"sliding_window_size": 8},
     "solar_open": {"first_k_dense_replace": 0, "use_qk_norm": False},
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True, "hidden_dropout": 0.0},
@@ -742,7 +742,9 @@ UNREAD_KEYS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
-    "hunyuan_v1_dense": {"mlp_bias": False, "add_classification_head": False},
+    "hunyuan_v1_dense": {"mlp_bias": False, "add_classification_head": False, "num_experts": 1},
+    "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},  # Qwen3-Coder
+    "qwen3_5_text": {"mlp_only_layers": []},
 }
 
 
@@ -764,6 +766,34 @@ def test_transformers_computes_the_same_without_the_keys_that_are_ignored(family
             model = auto_model().from_pretrained(folder, attn_implementation="eager").eval()
             logits.append(model(tokens, use_cache=False).logits)
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "finetuned", True),  # YaRN Llama 2
+        ("qwen3", "attn_factor", 0.8782488562869419),  # DeepSeek-R1-0528-Qwen3-8B
+    ],
+)
+def test_keys_of_positions_that_transformers_does_not_read_are_ignored(
+    family: str, key: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _unread_by_transformers.cache_clear()
+    folder, tokens = shutil.copytree(tiny_folder(family), tmp_path / "model"), torch.arange(24)[None]
+    logits, fields = [], []
+    for more in ({}, {key: value}):
+        rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4, **more}
+        content = {**json.loads((folder / "config.json").read_text()), "rope_parameters": rope}
+        (folder / "config.json").write_text(json.dumps(content))
+        known = find_family(family)
+        fields.append(known.read_config(complete_config(known, content)))
+        with torch.no_grad():
+            logits.append(auto_model().from_pretrained(folder).eval()(tokens).logits)
+    assert fields[0] == fields[1]
+    assert torch.equal(*logits)
+    assert f"rope_parameters.{key}" in caplog.text
+    with refuses(ValueError, "low_freq_factor"):  # which it reads for another type
+        read(family, rope_parameters={"rope_type": "linear", "factor": 4.0, "low_freq_factor": 1.0})
 
 
 @pytest.mark.parametrize(
