@@ -232,8 +232,8 @@ class LoRA(Settings):
         """Raise ValueError if no projection gets an adapter, or one cannot have it.
 
         ``names`` are the Hugging Face names of all projections of the model, and of its other modules with a weight.
-        ``strict`` also requires that each target, module to save and pattern matches one of them; in PEFT's own files
-        some do not.
+        ``strict`` also requires that each target, module to save, layer and pattern matches one of them; in PEFT's own
+        files some do not.
         """
         known = list(names)
         for field in ("target_modules", "target_parameters", "modules_to_save"):
@@ -241,6 +241,8 @@ class LoRA(Settings):
             # A pattern is not a list of entries; a pattern without a match leaves no adapter, which is checked below.
             for entry in entries if strict and isinstance(entries, list | tuple) else ():
                 self._check_entry(field, entry, known)
+        if strict:
+            self._check_layers(known)
         adapted = [name for name in known if self.adapts(name)]
         if not adapted:
             hint = ""
@@ -262,6 +264,17 @@ class LoRA(Settings):
                         f"{field} has {key!r}, and no projection that gets an adapter matches it; did you mean"
                         f" {', '.join(near)}?"
                     )
+
+    def _check_layers(self, known: Iterable[str]) -> None:
+        """Reject a layer to transform that a model does not have."""
+        given = self.layers_to_transform
+        layers = {int(found[1]) for found in map(_LAYER.search, known) if found}
+        for layer in [given] if isinstance(given, int) else given or ():
+            if layers and layer not in layers:
+                raise ValueError(
+                    f"layers_to_transform has {layer}, but the model's layers have the numbers {min(layers)} to"
+                    f" {max(layers)}; choose from these"
+                )
 
     def _check_entry(self, field: str, entry: str, known: list[str]) -> None:
         """Reject an entry of a field that names nothing in a model."""

@@ -90,6 +90,7 @@ def test_names_choose_projections(settings: dict[str, Any], count: int) -> None:
         {"modules_to_save": ["up_proj"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["gate_up"]},
         {"layers_to_transform": [7]},
+        {"layers_to_transform": [0, 9]},
         {"rank_pattern": {"q_prj": 4}},
         {"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 4}},
         {"target_parameters": ["experts.gate_up_prj"]},
