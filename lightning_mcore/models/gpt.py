@@ -283,6 +283,8 @@ class MCoreGPT(SpeedLogs):
         cls.check_kind(path, own)
         if arguments.get("train_only") is None:
             arguments.pop("train_only", None)  # a subclass may not have it
+        if isinstance(adapters, str):
+            raise TypeError(f"adapters={adapters!r} is not a list; give [{adapters!r}]")
         merged = [absolute(adapter) for adapter in adapters or []]
         stored = own.get("lora") is not None  # a checkpoint of adapters, which knows its base
         if stored and (lora is not None or merged):

@@ -311,3 +311,8 @@ def test_the_arguments_of_roll_make_adapters(tmp_path: Path) -> None:
         LoraArguments(lora_target="all", lora_rank=0)
     with refuses(ValueError, "lora_target='all'"):
         LoraArguments(lora_target="all", adapter_name_or_path="x")
+def test_one_folder_to_merge_is_not_a_list() -> None:
+    with refuses(TypeError, "adapters='adapter'"):
+        MCoreGPT.from_pretrained(str(tiny_folder("llama")), adapters="adapter")  # type: ignore[arg-type]
+
+
