@@ -22,6 +22,8 @@ _NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"  # last parts of the names of these modules
 ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' names, and of shared experts' gates
+TOWERS = ("visual", "vision_tower", "vision_model", "merger", "multi_modal_projector")
+"""Parts of the Hugging Face names of a vision tower's modules, which are frozen and have no adapters."""
 # What "all-linear" does not mean
 _NOT_ALL_LINEAR = (OUTPUT, EMBEDDING, "embeddings", "norm_f", *ROUTERS, "layer", "wg", "conv1d", "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
@@ -286,6 +288,11 @@ class LoRA(Settings):
         of_field = list(dict.fromkeys(map(parameter_of, known))) if field == "target_parameters" else known
         if any(_matches([entry], name) for name in of_field):
             return
+        if not {*TOWERS}.isdisjoint(entry.split(".")):
+            raise ValueError(
+                f"{field} has {entry!r}, a part of the vision tower, which is frozen when adapters are trained; leave"
+                " it out"
+            )
         embeddings = [name for name in known if _matches([EMBEDDING], name)]
         is_tied = field == "modules_to_save" and self.ensure_weight_tying and any(map(self.saves, embeddings))
         # The output layer is the embedding, which is already trained.

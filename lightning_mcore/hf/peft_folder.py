@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_mcore.checkpoint.differences import Differences
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.weights import load_weights
-from lightning_mcore.config.lora import EMBEDDING, OUTPUT, LoRA
+from lightning_mcore.config.lora import EMBEDDING, OUTPUT, TOWERS, LoRA
 from lightning_mcore.hf.adapters import EACH_EXPERT, check_held, fingerprint, merge_adapters, projection_names
 from lightning_mcore.hf.family import SCORE, VALUE_HEAD, VALUE_HEAD_FILE, Family, complete_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
@@ -69,6 +69,7 @@ _BEGINNINGS = ("model.language_model.", "language_model.model.", "model.")
 _BEGINNING = re.compile(rf"{re.escape(PREFIX)}(?:{'|'.join(_BEGINNINGS)})(?=layers\.|embed_tokens\.|norm\.)")
 TIED = f"{PREFIX}{OUTPUT}.weight"  # in the file next to an embedding that is the output layer too
 SCORES = f"{PREFIX}{SCORE}"  # the score layer of a reward model
+_OF_TOWER = re.compile(rf"\.({'|'.join(TOWERS)})\.")
 _EXPERTS = r".*\.experts\..*"
 _OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
@@ -233,6 +234,12 @@ def _keys(folder: str) -> list[str]:
         raise ValueError(
             f"{folder} is an adapter of a classifier with num_labels={labels}, and a reward model has one score; give"
             " an adapter with one label, or merge it with PEFT"
+        )
+    tower = min(filter(_OF_TOWER.search, keys), default=None)
+    if tower is not None:
+        raise ValueError(
+            f"{folder} has {tower}, of the vision tower, and only the language model can have adapters here; merge the"
+            " adapter into its base with PEFT's merge_and_unload() and start from that"
         )
     return keys
 

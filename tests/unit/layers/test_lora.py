@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_mcore import LoRA, MCoreGPT, SaveHFModel, single_process
+from lightning_mcore import LoRA, MCoreGPT, MCoreVisionGPT, SaveHFModel, single_process
 from lightning_mcore.arguments import LoraArguments, TrainingArguments, parse_arguments
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import projection_names
@@ -23,6 +23,7 @@ from lightning_mcore.layers.quantized import check_quantization
 from lightning_mcore.planning.arguments import arguments_in_use
 from tests.support.hf_models import tiny_folder
 from tests.support.sentences import refuses
+from tests.support.vision_models import vision_folder
 
 FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4}
 
@@ -239,6 +240,24 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_built(
             module.check_settings()
 
 
+@pytest.mark.parametrize("module", ["blocks.0.attn.qkv.lora_A", "merger.mlp.0"])
+def test_an_adapter_of_a_vision_tower_is_refused_by_what_it_is(module: str, tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "target_modules": ["q_proj", "qkv"], "modules_to_save": ["merger"], "r": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    name = f"base_model.model.model.visual.{module}.weight"
+    save_file({name: torch.zeros(4, 24)}, tmp_path / "adapter_model.safetensors")
+    for given in ({"lora": str(tmp_path)}, {"adapters": [str(tmp_path)]}):
+        with refuses(ValueError, f"{name}, of the vision tower"):
+            MCoreVisionGPT.from_pretrained(str(vision_folder("qwen2_5_vl")), 64, **given).check_settings()
+
+
+@pytest.mark.parametrize("name", ["merger", "visual", "model.visual.merger", "multi_modal_projector"])
+def test_a_vision_tower_is_not_saved_with_adapters(name: str) -> None:
+    lora = LoRA(target_modules=["q_proj"], modules_to_save=[name])
+    with refuses(ValueError, f"modules_to_save has {name!r}, a part of the"):
+        MCoreVisionGPT.from_pretrained(str(vision_folder("qwen2_5_vl")), 64, lora=lora).check_settings()
+
+
 def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
     names = projection_names(find_family("qwen3_moe"), FIELDS)
     require_stackable(LoRA(rank_pattern={"up_proj": 4}, alpha_pattern={"up_proj": 4}), names)
@@ -279,6 +298,11 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
         read_lora(str(tiny_folder("llama")))
 
 
+def test_one_folder_to_merge_is_not_a_list() -> None:
+    with refuses(TypeError, "adapters='adapter'"):
+        MCoreGPT.from_pretrained(str(tiny_folder("llama")), adapters="adapter")  # type: ignore[arg-type]
+
+
 def test_settings_beside_a_folder_are_those_that_it_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4})
@@ -311,8 +335,3 @@ def test_the_arguments_of_roll_make_adapters(tmp_path: Path) -> None:
         LoraArguments(lora_target="all", lora_rank=0)
     with refuses(ValueError, "lora_target='all'"):
         LoraArguments(lora_target="all", adapter_name_or_path="x")
-def test_one_folder_to_merge_is_not_a_list() -> None:
-    with refuses(TypeError, "adapters='adapter'"):
-        MCoreGPT.from_pretrained(str(tiny_folder("llama")), adapters="adapter")  # type: ignore[arg-type]
-
-
