@@ -37,6 +37,7 @@ from lightning_mcore.hf.peft_tensors import (
     expected_shapes,
 )
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint, local_folder
+from lightning_mcore.hf.weights import require_finite, require_fits
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import all_gather_object, run_on_all_ranks
 
@@ -285,7 +286,7 @@ def _fill_scores(folder: str, pieces: list[Piece]) -> None:
         with _opened(path) as file, torch.no_grad():
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key == VALUE_HEAD}  # noqa: SIM118
             _check(path, {VALUE_HEAD: piece.shape}, found)
-            piece.data.copy_(file.get_slice(VALUE_HEAD)[piece.place])
+            _copy(path, VALUE_HEAD, piece.data, file.get_slice(VALUE_HEAD)[piece.place])
 
 
 def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]:
@@ -397,7 +398,17 @@ def _fill(
         # By name, so that the pieces of one stacked tensor follow one another and it is read once
         for piece in sorted(pieces, key=lambda piece: piece.key):
             part = whole(piece.key).view(piece.view) if piece.view else file.get_slice(piece.key)
-            piece.data.copy_(part[piece.place])
+            _copy(path, piece.key, piece.data, part[piece.place])
+
+
+def _copy(path: str, name: str, target: Tensor, values: Tensor) -> None:
+    """Copy values of a file's tensor; raise ValueError for integers, 8-bit floats, NaN and infinity."""
+    if not values.is_floating_point() or values.dtype.itemsize == 1:
+        kind = str(values.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} in {path} holds {kind}; give an adapter in bf16, fp16 or fp32")
+    require_finite(f"{name} in {path}", values)
+    require_fits(f"{name} in {path}", values, target.dtype)
+    target.copy_(values)
 
 
 def _check(path: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:

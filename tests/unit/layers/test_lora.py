@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,6 +257,31 @@ def test_a_vision_tower_is_not_saved_with_adapters(name: str) -> None:
     lora = LoRA(target_modules=["q_proj"], modules_to_save=[name])
     with refuses(ValueError, f"modules_to_save has {name!r}, a part of the"):
         MCoreVisionGPT.from_pretrained(str(vision_folder("qwen2_5_vl")), 64, lora=lora).check_settings()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda weight: weight.fill_(math.nan), "lora_B.weight in "),
+        (lambda weight: weight.fill_(math.inf), "lora_B.weight in "),
+        (lambda weight: weight.to(torch.int8), "holds int8"),
+    ],
+    ids=["NaN", "infinite", "integers"],
+)
+@pytest.mark.filterwarnings("ignore:MLP requires ffn_hidden_size")
+def test_an_adapter_with_damaged_weights_is_refused(change: Any, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4})
+    )
+    stem = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    tensors = {stem.format(layer, "A"): torch.ones(4, 32) for layer in range(4)}
+    tensors |= {stem.format(layer, "B"): torch.ones(32, 4) for layer in range(4)}
+    tensors[stem.format(2, "B")] = change(tensors[stem.format(2, "B")])
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    for given in ({"lora": str(tmp_path)}, {"adapters": [str(tmp_path)]}):
+        module = MCoreGPT.from_pretrained(str(tiny_folder("llama")), **given)
+        with single_process(), refuses(ValueError, sentence):
+            module.configure_model()
 
 
 def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
