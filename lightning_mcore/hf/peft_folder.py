@@ -63,7 +63,7 @@ _VARIANTS = {
 }
 _OF_PLAIN_BASES = (None, True, False, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
-_LAYERS: tuple[Any, ...] = (None, [], "layers", ["layers"])
+_LAYERS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
 _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
 # Prefixes of a language model with a tower (the second is Llama 4's), and of one without
 _BEGINNINGS = ("model.language_model.", "language_model.model.", "model.")
@@ -153,7 +153,8 @@ def _adapter_folder(path: str) -> str:
 
 def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
     for key, only in _ONLY.items():
-        if config.get(key, only) != only:
+        given = config.get(key, only)
+        if given != only and not (given is None and only is False):  # axolotl writes fan_in_fan_out as null
             raise ValueError(
                 f"{path} has {key}={config[key]!r}, and only {only!r} is supported; train a LoRA, or merge this one"
                 " into its base with PEFT's merge_and_unload() and start from that"

@@ -125,6 +125,25 @@ def test_other_adapters_are_refused_by_name(change: dict[str, Any], tmp_path: Pa
         read_lora(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"fan_in_fan_out": None},  # axolotl
+        {"layers_pattern": "", "layers_to_transform": None},
+        {"enable_lora": None, "merge_weights": False},  # PEFT 0.2
+        {"auto_mapping": {"unsloth_fixed": True}, "revision": "main", "megatron_core": "megatron.core"},
+    ],
+)
+def test_keys_of_published_adapters_that_change_nothing_are_read(more: dict[str, Any], tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4}
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    read = []
+    for keys in ({}, more):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **keys}))
+        read.append(read_lora(str(tmp_path)))
+    assert read[0] == read[1]
+
+
 @pytest.mark.parametrize(("field", "value"), [("lora_dropout", 0.5), ("use_dora", True)])
 def test_what_experts_cannot_have_is_refused_before_anything_is_built(field: str, value: Any) -> None:
     module = MCoreGPT.from_pretrained(str(tiny_folder("qwen3_moe")), lora=LoRA(**{field: value}))
