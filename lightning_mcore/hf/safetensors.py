@@ -105,11 +105,21 @@ class SafetensorsFolder:
             return
         if not any((prefix + name).startswith(stem) for name in self.shapes):
             return
+        self.rename({"": prefix, **{name: name for name in except_for}})
+
+    def rename(self, prefixes: Mapping[str, str]) -> None:
+        """Replace prefixes of all names; of several that a name has, the longest counts."""
+        longest_first = sorted(prefixes, key=len, reverse=True)
+
+        def renamed(name: str) -> str:
+            found = next((prefix for prefix in longest_first if name.startswith(prefix)), "")
+            return prefixes.get(found, found) + name.removeprefix(found)
+
         tables: tuple[dict[str, Any], ...] = (self.shapes, self.dtypes, self._places)
         for table in tables:
-            renamed = {name if name.startswith(except_for) else prefix + name: table[name] for name in table}
+            entries = {renamed(name): value for name, value in table.items()}
             table.clear()
-            table.update(renamed)
+            table.update(entries)
 
     def _index(self, single: str) -> tuple[dict[str, str], Any]:
         """Return the file of each tensor and the total bytes, from the index; nothing if there is a single file."""

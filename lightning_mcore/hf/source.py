@@ -365,6 +365,10 @@ class HFSource:
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)
         tensors.put_under(_BASE, f"{self.family.layer_prefix.partition('{')[0]}", except_for=("lm_head.", "score."))
+        old, new = self.family.in_memory or ("", "")
+        # Qwen2-VL's names in the files of programs that save a model's state as it is
+        if old == _BASE and any(name.startswith(new) for name in tensors.shapes):
+            tensors.rename({new: old, f"{_BASE}{self.family.tower}": f"{self.family.tower}"})
         # LLaMA-Factory keeps a reward model's score layer in a file next to the language model
         is_lacking = SCORE in self.family.optional and SCORE not in tensors.shapes
         if is_lacking and os.path.exists(os.path.join(self.folder, VALUE_HEAD_FILE)):

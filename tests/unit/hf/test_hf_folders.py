@@ -70,6 +70,26 @@ def test_a_folder_that_transformers_loads_is_read(write: Callable[[Path], None],
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors_of(tmp_path / "out").items())
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_weights_with_the_names_of_a_vision_model_in_memory_are_read(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    save_vision(name, tmp_path / "hub")
+    old, folder = tensors_of(tmp_path / "hub"), shutil.copytree(tmp_path / "hub", tmp_path / "model")
+    parts = {"model.": "model.language_model.", "visual.": "model.visual.", "lm_head.": "lm_head."}
+    starts = {key: next(start for start in parts if key.startswith(start)) for key in old}
+    new = {parts[start] + key.removeprefix(start): old[key] for key, start in starts.items()}
+    save_file(new, folder / "model.safetensors", {"format": "pt"})
+    import_checkpoint(str(folder), str(tmp_path / "checkpoint"))
+    export_checkpoint(str(tmp_path / "checkpoint"), str(tmp_path / "out"))
+    assert differences(old, tensors_of(tmp_path / "out")) == []
+    one, other = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / each, dtype=torch.float32).state_dict()
+        for each in ("model", "out")
+    )
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
 class Code:
     """Runs code when it is unpickled."""
 
