@@ -107,7 +107,7 @@ def _stays(tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
     Source: ``_FromMXFP8Func`` and ``_FromNVFP4Func`` (2.20.2) move a tensor to the GPU, where they then dequantize it.
     """
-    stays = not args and kwargs.keys() == {"device"} and torch.device(kwargs["device"]).type != "meta"
+    stays = not args and kwargs.keys() == {"device"} and str(kwargs["device"]) != "meta"
     return tensor if stays else torch.Tensor.to(tensor, *args, **kwargs)
 
 

@@ -272,4 +272,5 @@ def test_a_quantized_tensor_moves_to_the_meta_device_as_a_plain_one() -> None:
         for moved in (quantized.to(device="meta"), quantized.to("meta")):
             plain = sample().to(device="meta")
             assert (moved.device, moved.dtype, moved.shape) == (plain.device, plain.dtype, plain.shape)
-        assert quantized.to(device="cuda") is quantized
+        for here in ("cuda", "cpu", 0, torch.device("cuda", 0), None):
+            assert quantized.to(device=here) is quantized
