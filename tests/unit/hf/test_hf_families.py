@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import re
 import shutil
@@ -298,6 +299,20 @@ def test_keys_that_neither_a_rule_nor_transformers_knows_are_ignored_with_a_warn
 def test_keys_that_transformers_may_read_are_refused(key: str, value: Any, version: str | None) -> None:
     with pytest.raises(ValueError, match=rf"{key}=.* is not a known key of"):
         read("llama", **{key: value}, transformers_version=version)
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - set(FOREIGN)))
+def test_the_code_that_reads_a_config_is_in_the_folder_of_its_class(family: str) -> None:
+    """Keys that another model's code reads would be ignored."""
+    folder = Path(inspect.getfile(transformers.CONFIG_MAPPING[family])).parent
+    borrowed = set()
+    for file in (*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if (found := re.match(r"\s*from (?:\.\.|\.\.\.models\.)(\w+)\S* import (.+)", line)) is not None:
+                borrowed.add((found[1], found[2]))
+    # The norm is given sizes, not a config. Siglip is the default of a tower, which the config names.
+    known = {("zamba2", "Zamba2RMSNormGated"), ("siglip", "SiglipVisionConfig")}
+    assert {pair for pair in borrowed if pair[0] != "auto"} <= known
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
