@@ -42,7 +42,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MOST_LABELS = 1_000_000
 
 _DESCRIPTIONS = ("*.json",)
-_DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
+_DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt", "tokenizer*")
 _PICKLED = ("pytorch_model*.bin",)
 # Patterns match in subfolders too, which hold the weights once more, and additional_chat_templates/*.jinja
 _NOT_DOWNLOADED = ("*/*[!a]", "consolidated*")

@@ -52,6 +52,7 @@ from lightning_mcore.hf.weight_rules import Shape
 
 _TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("tekken.json", "*.tiktoken"),
     *("chat_template*", "*.jinja", "additional_chat_templates/*.jinja"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )

@@ -257,6 +257,7 @@ def test_the_command_takes_a_model_there_and_back(
 ) -> None:
     model = Path(shutil.copytree(tiny[0], tmp_path / "model"))
     templates = {"chat_template.jinja": "{{ messages }}", "additional_chat_templates/tool_use.jinja": "{{ tools }}"}
+    templates |= {"tekken.json": "{}", "hy.tiktoken": "IQ== 0"}  # Mistral's and HunYuan's tokenizers
     for name, text in templates.items():
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text(text)

@@ -152,13 +152,13 @@ def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path, capsys: 
 TWICE = """
 config.json model-00001-of-00001.safetensors consolidated.safetensors params.json original/params.json
 original/model.safetensors original/tokenizer.model tokenizer.json pytorch_model.bin chat_template.jinja metal/model.bin
-additional_chat_templates/tool_use.jinja
+additional_chat_templates/tool_use.jinja hy.tiktoken tekken.json
 """
 ON_THE_HUB = {
     "with weights twice": (
         TWICE,
         {"config.json", "model-00001-of-00001.safetensors", "params.json", "tokenizer.json", "chat_template.jinja"}
-        | {"additional_chat_templates/tool_use.jinja"},
+        | {"additional_chat_templates/tool_use.jinja", "hy.tiktoken", "tekken.json"},
     ),
     "without safetensors": (
         "config.json pytorch_model-00001-of-00001.bin pytorch_model.bin.index.json training_args.bin",
