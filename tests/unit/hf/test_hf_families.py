@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from packaging.version import Version
 
 from lightning_mcore.config import field_homes
 from lightning_mcore.config.positions import YARN_DEFAULTS
@@ -404,10 +405,9 @@ def test_values_that_megatron_cannot_compute_are_refused(family: str, overrides:
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_well_known_models_that_are_no_family_are_refused_by_name(name: str) -> None:
-    from transformers import CONFIG_MAPPING
-
     _, nearest = UNSUPPORTED[name]
-    assert name in CONFIG_MAPPING
+    if Version(transformers.__version__) >= Version("5.24"):  # older releases lack the newest
+        assert name in transformers.CONFIG_MAPPING
     assert nearest in family_names()
     for kind in (name, f"{name}_text"):
         if kind in family_names():  # of a model type with a tower, gemma3
