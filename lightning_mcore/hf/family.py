@@ -21,9 +21,9 @@ from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, Weight
 
 _IRRELEVANT = """
     _attn_implementation_autoset _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype
-    eos_token_id id2label initializer_range is_encoder_decoder label2id max_position_embeddings model_type
-    output_attentions output_hidden_states pad_token_id problem_type return_dict tokenizer_class torch_dtype
-    transformers_version unsloth_fixed unsloth_version use_cache
+    eos_token_id gradient_checkpointing id2label initializer_range is_encoder_decoder label2id
+    max_position_embeddings model_type output_attentions output_hidden_states pad_token_id problem_type return_dict
+    tokenizer_class torch_dtype transformers_version unsloth_fixed unsloth_version use_cache
 """
 
 IRRELEVANT = frozenset(_IRRELEVANT.split())
