@@ -427,7 +427,7 @@ AFMOE = (
     *e.shared_expert_weights("mlp.shared_experts"),
     Rename("mlp.router.expert_bias", "mlp.expert_bias", in_fp32=True),
 )
-# Keys of published models whose code began as DeepSeek's
+# Keys that published models share with DeepSeek's
 LIKE_DEEPSEEK: tuple[ConfigRule, ...] = (
     *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
     Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
@@ -571,7 +571,7 @@ _ROWS = (
         *(e.CHOSEN_EXPERTS, e.ALL_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS, e.EXPERTS),
     ),
     family("hunyuan_v1_dense", "HunYuanDenseV1", HUNYUAN, d.MLP),
-    family(  # multi-token prediction is left out
+    family(  # without multi-token prediction
         *("minimax_m2", "MiniMaxM2", d.PARTIAL_DECODER, d.ATTENTION, NORM_OF_ALL_HEADS),
         *(CHOSEN, BLOCK_SPARSE, MINIMAX_ROUTER),
         *_unwritten(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True),
@@ -585,7 +585,7 @@ _ROWS = (
     ),
     family("ministral3", "Ministral3", d.SWIGLU_LAYERS, d.HEAD_SIZE, GROWING_ROPE, WINDOW, d.ATTENTION, d.MLP),
     replace(
-        family(  # multi-token prediction is left out
+        family(  # without multi-token prediction
             *("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
             *_unwritten(moe_gate="topk", moe_use_aux_free=True),
             Unused(("moe_capacity", "num_nextn_predict_layers")),
@@ -612,7 +612,7 @@ _ROWS = (
         *_unwritten(first_k_dense_replace=0, use_qk_norm=False),
     ),
     replace(
-        family(  # multi-token prediction is left out
+        family(  # without multi-token prediction
             *("exaone_moe", "ExaoneMoe", DECODER, LAYER_WINDOWS, HYBRID, HEAD_NORMS, d.MLP, EXAONE_EXPERTS),
             Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
             Unused(("num_nextn_predict_layers",)),

@@ -32,7 +32,7 @@ def check_trained(family: Family, fields: Mapping[str, Any], train_only: Sequenc
                     f"train_only has {part!r}, and the output layer of this model is its embedding; name {EMBEDDING!r},"
                     " which trains both"
                 )
-            # "layers.9.mlp" in a model whose weights are called "model.layers.0.mlp.up_proj.weight" and so on
+            # "layers.9.mlp" is given, and the weights are "model.layers.0.mlp.up_proj.weight" to "model.layers.3...."
             prefix = family.layer_prefix.partition("{layer}")[0]
             layers = {int(name.removeprefix(prefix).split(".")[0]) for name in known if name.startswith(prefix)}
             number = re.search(rf"\b{prefix.split('.')[-2]}\.(\d+)\b", part)

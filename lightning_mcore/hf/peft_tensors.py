@@ -312,9 +312,9 @@ def _within_layer(name: str) -> str:
 
 
 def _pattern(values: Mapping[str, Any], default: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a pattern that gives each name its value, also from a file, whose keys are sorted.
+    """Return a pattern that gives each name its value, even after its keys have been sorted in a file.
 
-    It is the given pattern, preceded by more entries where needed; or whole names if its order is lost in a file.
+    This is the given pattern, preceded by more entries where needed, or whole names if sorting would change a value.
     """
     of_ending: dict[str, set[Any]] = {}
     for name, value in values.items():

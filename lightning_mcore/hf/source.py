@@ -170,9 +170,9 @@ def _without_unread(family: Family, config: dict[str, Any], whole: Mapping[str, 
 def _unread_by_transformers(
     keys: tuple[str, ...], family: str, model_types: tuple[str, ...], version: str
 ) -> frozenset[str]:
-    """Return the keys whose names are nowhere in transformers' code for these model types, and warn of them.
+    """Return the keys that transformers' code for these model types never mentions, and warn of them.
 
-    There are none if transformers does not know all the types, or if a newer release wrote the config.
+    Nothing is returned if transformers does not know one of the types, or if a newer release wrote the config.
     """
     import transformers
     from lightning.pytorch.utilities import rank_zero_only
