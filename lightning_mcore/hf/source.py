@@ -146,7 +146,7 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
     known = {"model_type": family.config_class} if is_stand_in else {}
     whole = _completed(json.dumps({**content, **known})) | dict.fromkeys(known, family.model_type)
     config = family.in_our_words(flat(copy.deepcopy(whole)))
-    if "partial_rotary_factor" in (config.get("rope_parameters") or {}):
+    if "partial_rotary_factor" in (config.get(ROPE_KEY) or {}):
         config.pop("partial_rotary_factor", None)  # transformers before 5.20 leaves it here too, and reads the other
     return config if is_stand_in else _without_unread(family, config, whole, content.get("transformers_version"))
 
@@ -178,24 +178,13 @@ def _unread_by_transformers(
     from lightning.pytorch.utilities import rank_zero_only
     from packaging.version import InvalidVersion, Version
 
-    classes = transformers.CONFIG_MAPPING
     try:
         is_newer = Version(version) > Version(transformers.__version__)
     except InvalidVersion:
         is_newer = True
-    if is_newer or any(name not in classes for name in model_types):
+    if is_newer or any(name not in transformers.CONFIG_MAPPING for name in model_types):
         return frozenset()
-    folders = {Path(inspect.getfile(classes[name])).parent for name in model_types}
-    files = [file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("modular_")]
-    for pattern in ("modeling_*.py", "configuration_utils.py", "masking_utils.py", "cache_utils.py"):
-        found = Path(transformers.__file__).parent.glob(pattern)
-        files += [file for file in found if "gguf" not in file.name]  # which reads another kind of files
-    known: set[str] = set()
-    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
-        # config.key, getattr(config, "key"), a parameter, and the field of a dataclass
-        match node:
-            case ast.Attribute(attr=name) | ast.Constant(value=str(name)) | ast.arg(arg=name) | ast.Name(id=name):
-                known.add(name)
+    known = _names_in_code(model_types)
     unread = [key for key in keys if key.removeprefix(f"{ROPE_KEY}.") not in known]
     if unread:
         rank_zero_only(_log.warning)(
@@ -203,6 +192,24 @@ def _unread_by_transformers(
             *(family, ", ".join(unread)),
         )
     return frozenset(unread)
+
+
+def _names_in_code(model_types: tuple[str, ...]) -> set[str]:
+    """Return all names in transformers' code that reads configs of these types, or computes with them."""
+    import transformers
+
+    folders = {Path(inspect.getfile(transformers.CONFIG_MAPPING[name])).parent for name in model_types}
+    files = [file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("modular_")]
+    for pattern in ("modeling_*.py", "configuration_utils.py", "masking_utils.py", "cache_utils.py"):
+        found = Path(transformers.__file__).parent.glob(pattern)
+        files += [file for file in found if "gguf" not in file.name]  # which reads another kind of files
+    names: set[str] = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+        # config.key, getattr(config, "key"), a parameter, and the field of a dataclass
+        match node:
+            case ast.Attribute(attr=name) | ast.Constant(value=str(name)) | ast.arg(arg=name) | ast.Name(id=name):
+                names.add(name)
+    return names
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
